@@ -1,0 +1,125 @@
+"""Giving buffers that may not meet their own bytes: greedy placement in several orders.
+
+Every order is deterministic and the effort is bounded by counting visits, not by a clock, so
+the same input has the same layout on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+VISITS_MAX = 30_000_000
+"""Neighbours looked at before the search settles for the best layout so far."""
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What placement needs to know: sizes in multiples of the alignment, lives, neighbours.
+
+    neighbours  per buffer, the numbers of the buffers it may not overlap
+    """
+
+    sizes: tuple[int, ...]
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    neighbours: tuple[tuple[int, ...], ...]
+
+    @property
+    def visits(self) -> int:
+        """Neighbours that one placement of all buffers looks at."""
+        return sum(map(len, self.neighbours)) + len(self.sizes)
+
+
+def neighbours_of(conflicts: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """The conflict matrix as one ascending tuple of numbers per buffer."""
+    return tuple(tuple(np.flatnonzero(row).tolist()) for row in conflicts)
+
+
+def _fit(size: int, taken: list[tuple[int, int]], tight: bool) -> int:
+    """Lowest place for `size` bytes beside the taken spans, or the tightest gap that holds it."""
+    best, best_gap = -1, None
+    cursor = 0
+    for start, end in taken:
+        gap = start - cursor
+        if gap >= size and (best_gap is None or gap < best_gap):
+            if not tight or gap == size:
+                return cursor
+            best, best_gap = cursor, gap
+        if end > cursor:
+            cursor = end
+    return cursor if best_gap is None else best
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets per buffer, the end of the highest, and the first buffer that left the target."""
+
+    offsets: tuple[int, ...]
+    peak: int
+    first_over: int | None
+
+
+def place(buffers: Buffers, order: Sequence[int], target: int = 0, tight: bool = False) -> Layout:
+    """Place the buffers one by one in the given order, each where it fits among those placed."""
+    sizes, neighbours = buffers.sizes, buffers.neighbours
+    offsets = [-1] * len(sizes)
+    peak, first_over = 0, None
+    for number in order:
+        size = sizes[number]
+        taken = [(at, at + sizes[n]) for n in neighbours[number] if (at := offsets[n]) >= 0]
+        taken.sort()
+        offsets[number] = at = _fit(size, taken, tight)
+        if at + size > peak:
+            peak = at + size
+            if peak > target and first_over is None:
+                first_over = number
+    return Layout(tuple(offsets), peak, first_over)
+
+
+def _orders(buffers: Buffers) -> Iterator[list[int]]:
+    """Static orders: large, long, large times long, crowded first; ties by age and number."""
+    sizes, first, last = buffers.sizes, buffers.first, buffers.last
+    numbers = range(len(sizes))
+
+    def life(n: int) -> int:
+        return last[n] - first[n] + 1
+
+    yield sorted(numbers, key=lambda n: (-sizes[n], -life(n), first[n], n))
+    yield sorted(numbers, key=lambda n: (-sizes[n] * life(n), first[n], n))
+    yield sorted(numbers, key=lambda n: (-life(n), -sizes[n], first[n], n))
+    yield sorted(numbers, key=lambda n: (first[n], -life(n), n))
+    crowd = [sum(sizes[m] for m in buffers.neighbours[n]) + sizes[n] for n in numbers]
+    yield sorted(numbers, key=lambda n: (-crowd[n], -sizes[n], first[n], n))
+
+
+def place_well(buffers: Buffers, lower_bound: int, visits_max: int = VISITS_MAX) -> Layout:
+    """The lowest layout found; stops at the lower bound or when the visits are used up.
+
+    Static orders first. Then the best of them is repaired: the first buffer that left the bound
+    is placed earlier, and the rest follow in the old order.
+    """
+    budget = visits_max
+    best, best_order, best_tight = None, [], False
+    for order in _orders(buffers):
+        for tight in (False, True):
+            layout = place(buffers, order, lower_bound, tight)
+            budget -= buffers.visits
+            if best is None or layout.peak < best.peak:
+                best, best_order, best_tight = layout, order, tight
+            if best.peak <= lower_bound:
+                return best
+    assert best is not None
+    layout, order = best, list(best_order)
+    while budget > 0 and layout.first_over is not None:
+        at = order.index(layout.first_over)
+        if at == 0:
+            break
+        order.insert(at // 2, order.pop(at))
+        layout = place(buffers, order, lower_bound, best_tight)
+        budget -= buffers.visits
+        if layout.peak < best.peak:
+            best = layout
+    return best
