@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 
 from engine.errors import UsageError, must_be_one_of
 from engine.ir import Graph
-from engine.planner.lives import Clocks, Group, clocks_of, conflicts_of, groups_of, lower_bound_bytes
+from engine.planner.lives import (
+    Clocks,
+    Group,
+    clocks_of,
+    conflicts_of,
+    groups_of,
+    lower_bound_bytes,
+)
 from engine.planner.place import Buffers, neighbours_of, place, place_well
 from engine.planner.plan import ARENA, Arena, GraphPlan, Plan, to_allocations, to_temporaries
 from engine.planner.pools import pool_names, same_instance
@@ -33,6 +39,8 @@ __all__ = [
 ]
 
 STRATEGIES = ("planned", "pools", "none")
+
+
 @dataclass(frozen=True)
 class _Subject:
     """One graph with what every strategy asks about it."""
@@ -130,9 +138,8 @@ def _phase_pools(subjects: Sequence[_Subject], alignment: int) -> _Placed:
     return _Placed(dict(sorted(categories.items())), pools, offsets)
 
 
-def _assemble(
-    strategy: str, alignment: int, subjects: Sequence[_Subject], placed: _Placed
-) -> Plan:
+def _assemble(strategy: str, alignment: int, subjects: Sequence[_Subject], placed: _Placed) -> Plan:
+    """Give every pool its place in the address space and every graph its offsets."""
     sizes = dict.fromkeys(placed.categories, 0)
     for subject, pools, offsets in zip(subjects, placed.pools, placed.offsets, strict=True):
         for group, pool, offset in zip(subject.groups, pools, offsets, strict=True):
@@ -147,7 +154,7 @@ def _assemble(
             arenas[pool].offset_bytes + offset for pool, offset in zip(pools, offsets, strict=True)
         ]
         graphs[subject.graph.name] = _graph_plan(subject, starts, alignment)
-    return Plan(strategy, alignment, MappingProxyType(graphs), MappingProxyType(arenas))
+    return Plan(strategy, alignment, graphs, arenas)
 
 
 def _graph_plan(subject: _Subject, starts: Sequence[int], alignment: int) -> GraphPlan:

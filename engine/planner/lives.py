@@ -104,7 +104,7 @@ def _root_sizes(graph: Graph) -> dict[str, int]:
         )
         start = graph.root_offset_bytes(tensor.name)
         end = start + tensor.size_bytes(graph.limits)
-        assert 0 <= start and end <= sizes[root], (
+        assert start >= 0 and end <= sizes[root], (
             f"{graph.name}: {tensor.name} covers bytes {start}..{end} of {root}, "
             f"which has {sizes[root]}"
         )

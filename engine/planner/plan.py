@@ -62,7 +62,7 @@ class Plan:
 
 
 def to_allocations(plan: Plan) -> tuple[Allocation, ...]:
-    """The plan's arenas as fixed mappings of the address space `temporaries`; empty ones left out."""
+    """The arenas as fixed mappings of the address space `temporaries`; empty ones left out."""
     return tuple(
         Allocation(
             name=arena.name,

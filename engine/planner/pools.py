@@ -1,4 +1,4 @@
-"""The pools strategy: which fixed pool a temporary belongs to, as an engine without lifetimes has it.
+"""The pools strategy: the fixed pool of each temporary, as in an engine without lifetimes.
 
 A phase instance is a run of ops of one phase in issue order. Temporaries of one instance never
 share bytes; the next instance of the phase, usually in the next layer, starts over in the same
