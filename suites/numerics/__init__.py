@@ -1,0 +1,1 @@
+"""Numeric checks: identity, invariance, first divergence and the independent float64 oracle."""

@@ -1,0 +1,1 @@
+"""Tests of the suites and of the fixtures that feed them."""
