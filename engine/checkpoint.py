@@ -23,6 +23,7 @@ from engine.tensorfile import (
     NUMPY_DTYPES,
     Container,
     Stored,
+    drops_cache,
     listed,
     parse_json,
     read_at,
@@ -224,8 +225,7 @@ def open_checkpoint(directory: Path, drop_cache: bool | None = None) -> Checkpoi
     account_for(tensors, config, draft_tokens=1)
     _check_specs(tensors, config)
     size_bytes = sum(stored.nbytes for stored in tensors.values())
-    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    drop = size_bytes > host_bytes // 4 if drop_cache is None else drop_cache
+    drop = drops_cache(size_bytes) if drop_cache is None else drop_cache
     return Checkpoint(directory, config, tensors, drop)
 
 

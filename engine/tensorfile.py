@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,9 @@ NUMPY_DTYPES: Mapping[str, str] = {
     "I64": "<i8",
 }
 """How numpy holds each stored dtype: formats that it lacks appear as their bit patterns."""
+
+Progress = Callable[[int, int], None]
+"""Told bytes done and bytes in all."""
 
 HEADER_BYTES_MAX = 100_000_000
 LENGTH_BYTES = 8
@@ -189,6 +192,16 @@ def read_at(
                 f"it ends at {offset + done}"
             )
         done += count
+
+
+def no_progress(done_bytes: int, total_bytes: int) -> None:
+    """A Progress that says nothing."""
+
+
+def drops_cache(size_bytes: int) -> bool:
+    """Whether files of that size would fill over a quarter of the host's memory with page cache."""
+    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return size_bytes > host_bytes // 4
 
 
 def listed(names: Iterable[str], shown_max: int = 5) -> str:
