@@ -1,0 +1,358 @@
+"""Continuous batching: which ids of which sequences the next step parts, and what comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.delivery import Part, SchedulerStats, deliver
+from engine.errors import RequestError, UsageError, must_be_one_of
+from engine.kvcache import PageCounts, PagePool
+from engine.prefix import PrefixCache, extend_keys, keeps_window, next_kept
+from engine.request import Core, DraftStep, SequenceStep
+from engine.sampler import BrokenLogitsError
+from engine.sequence import Request, Sequence
+from engine.units import MIB
+
+POLICIES = ("throughput", "latency")
+LATENCY_CHUNK_TOKENS = 256
+"""Prompt ids in one step under `latency` while other sequences wait for their next token."""
+LOGIT_BYTES_MAX = 64 * MIB
+"""Logits that prompt log-probabilities may ask of one step."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step ran: `decode` if every sequence ran its newest id (and drafts) only."""
+
+    kind: str
+    tokens: int
+    sequences: int
+
+
+class Scheduler:
+    """Owns slots, pages and queues; one thread calls it, results go to the requests' sinks.
+
+    A sequence that waits is admitted in order of arrival, never overtaken. When pages run out
+    the youngest sequence goes back to the head of the queue and later parts its ids again;
+    nothing that was delivered changes.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        prefix: PrefixCache | None = None,
+        *,
+        policy: str = "throughput",
+        max_concurrency: int | None = None,
+        draft_tokens: int | None = None,
+        history_tokens: int = 8,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if policy not in POLICIES:
+            raise UsageError(must_be_one_of("scheduler-policy", policy, POLICIES))
+        slots = core.slots if max_concurrency is None else max_concurrency
+        if not 1 <= slots <= core.slots:
+            raise UsageError(f"max-concurrency is {slots}; this package accepts 1 to {core.slots}")
+        drafts = core.draft_tokens if draft_tokens is None else draft_tokens
+        if not 0 <= drafts <= core.draft_tokens:
+            raise UsageError(
+                f"mtp-draft-tokens is {drafts}; this package accepts 0 to {core.draft_tokens}"
+            )
+        assert core.tokens_per_step_max >= core.slots, "a step must hold one id per slot"
+        self._core = core
+        self._pool = PagePool(core.pages) if prefix is None else prefix.pool
+        self._prefix = prefix or PrefixCache(core, self._pool)
+        self._policy = policy
+        self._draft_tokens = drafts
+        self._history_tokens = history_tokens
+        self._clock = clock
+        self._slots = list(range(slots - 1, -1, -1))
+        self._running: list[Sequence] = []
+        self._waiting: deque[Sequence] = deque()
+        self._logit_rows_max = max(1, LOGIT_BYTES_MAX // (4 * core.vocab_size))
+        self.stats = SchedulerStats.for_drafts(drafts)
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold a slot."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for a slot or for pages."""
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._running or self._waiting)
+
+    @property
+    def page_counts(self) -> PageCounts:
+        """The division of the page pool."""
+        return self._pool.counts
+
+    @property
+    def tokens_max(self) -> int:
+        """Positions that one sequence can have: the model's limit or the whole pool."""
+        return min(self._core.positions_max, self._core.pages * self._core.page_tokens)
+
+    def check_request(self, request: Request) -> None:
+        """Raise RequestError for what could never be served; callable from any thread."""
+        count, vocab = len(request.ids), self._core.vocab_size
+        if count == 0:
+            raise RequestError("the prompt has no tokens; at least 1 is needed")
+        lowest, highest = min(request.ids), max(request.ids)
+        if lowest < 0 or highest >= vocab:
+            wrong = lowest if lowest < 0 else highest
+            raise RequestError(
+                f"prompt token id {wrong} is out of range; accepted: 0 to {vocab - 1}"
+            )
+        if count + request.max_tokens > self.tokens_max:
+            raise RequestError(
+                f"the prompt has {count} tokens and max_tokens is {request.max_tokens}, together "
+                f"{count + request.max_tokens}; the limit is {self.tokens_max} tokens"
+            )
+
+    def submit(self, request: Request) -> Sequence:
+        """Queue a request that `check_request` accepts."""
+        self.check_request(request)
+        sequence = Sequence(request, self._clock())
+        self._waiting.append(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence before the next step; one that has ended stays as it is."""
+        sequence.cancelled = True
+
+    def fail_all(self, reason: str) -> None:
+        """End every sequence with an error: the core is lost."""
+        for sequence in [*self._running, *self._waiting]:
+            self._end(sequence, f"error: {reason}")
+
+    def step(self) -> StepReport | None:
+        """Admit, run one step of the core, deliver its tokens; None if there was nothing to run.
+
+        Whatever the core raises passes through; its state is unknown then.
+        """
+        for sequence in [s for s in [*self._running, *self._waiting] if s.cancelled]:
+            self._end(sequence, "cancelled")
+        self._admit()
+        parts = self._plan()
+        if not parts:
+            return None
+        logits = self._core.step([self._step_of(part) for part in parts])
+        for part, rows in zip(parts, logits, strict=True):
+            assert len(rows) == len(part.rows), (
+                f"{len(rows)} rows came, {len(part.rows)} were asked"
+            )
+            self._absorb(part, rows)
+        self._draft()
+        decode = all(part.known == 1 for part in parts)
+        tokens = sum(part.known + len(part.drafts) for part in parts)
+        return StepReport("decode" if decode else "prefill", tokens, len(parts))
+
+    def check(self) -> None:
+        """Conservation of pages and slots; also holds between any two steps."""
+        self._pool.check(s.pages for s in self._running)
+        self._prefix.check()
+        taken = [s.slot for s in self._running]
+        assert len(set(taken + self._slots)) == len(taken) + len(self._slots), "a slot is shared"
+        assert all(not s.pages and s.slot is None for s in self._waiting), "a waiting one holds"
+
+    # Admission and preemption
+
+    def _admit(self) -> None:
+        while self._waiting and self._slots:
+            sequence = self._waiting[0]
+            granted = self._prefix.acquire(
+                self._reusable_keys(sequence),
+                self._pages_for(len(sequence.ids)),
+                # Room for everyone's next page: without it the newcomer would be preempted soon.
+                reserve=len(self._running),
+            )
+            if granted is None:
+                return
+            self._waiting.popleft()
+            self._running.append(sequence)
+            sequence.slot, sequence.pages = self._slots.pop(), granted.pages
+            sequence.computed = granted.tokens
+            sequence.stored = granted.tokens // self._core.page_tokens
+            if granted.window is not None:
+                self._core.import_window(sequence.slot, granted.window)
+            self._remember_borders(sequence, granted.known_pages)
+            if not sequence.admitted:
+                sequence.admitted, sequence.cached_tokens = True, granted.tokens
+                self.stats.prompt_tokens += sequence.request.counted * len(sequence.request.ids)
+
+    def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Keys of the pages a hit may cover: one id must be left to run, and every row of a
+        prompt whose log-probabilities are still owed."""
+        if not self._prefix.enabled or sequence.prompt_rows_owed:
+            return []
+        page_tokens = self._core.page_tokens
+        extend_keys(sequence.keys, self._prefix.root, sequence.ids, page_tokens)
+        return sequence.keys[: (len(sequence.ids) - 1) // page_tokens]
+
+    def _remember_borders(self, sequence: Sequence, known_pages: int) -> None:
+        """Keep windows at the prompt's last border, and where known pages lacked one."""
+        count = len(sequence.request.ids)
+        page_tokens = self._core.page_tokens
+        sequence.borders = {known_pages, count // page_tokens, (count - 1) // page_tokens}
+
+    def _pages_for(self, positions: int) -> int:
+        return -(-positions // self._core.page_tokens)
+
+    def _grow(self, sequence: Sequence, positions: int) -> bool:
+        """Give the sequence pages for that many positions; False if the pool has none left."""
+        count = self._pages_for(positions) - len(sequence.pages)
+        if count > 0:
+            if not self._prefix.make_room(count):
+                return False
+            sequence.pages += self._pool.allocate(count)
+        return True
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Take slot and pages from a running sequence."""
+        self._running.remove(sequence)
+        self._slots.append(sequence.slot)
+        self._prefix.release(sequence.pages)
+        sequence.slot, sequence.pages, sequence.drafts = None, [], []
+        sequence.computed = sequence.stored = 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._vacate(sequence)
+        self._waiting.appendleft(sequence)
+        self.stats.preemptions += 1
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        if sequence.slot is not None:
+            self._vacate(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self.stats.ended[reason.split(":")[0]] += sequence.request.counted
+        sequence.request.sink.end(reason, sequence.cached_tokens)
+
+    # Planning one step
+
+    def _plan(self) -> list[Part]:
+        ready = [s for s in self._running if s.left == 1]
+        for sequence in ready:
+            while sequence.slot is not None and not self._grow(sequence, len(sequence.ids)):
+                self._preempt(self._running[-1])
+        ready = [s for s in ready if s.slot is not None]
+        budget = self._core.tokens_per_step_max - len(ready)
+        parts = []
+        for sequence in ready:
+            drafts = self._affordable_drafts(sequence, budget)
+            budget -= len(drafts)
+            parts.append(self._part(sequence, 1, drafts))
+        return parts + self._plan_prefill(budget, bool(ready))
+
+    def _affordable_drafts(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
+        """As many drafts as the step and the free pages allow; nobody is preempted for them."""
+        drafts = sequence.drafts[: max(0, budget)]
+        while drafts and not self._grow(sequence, len(sequence.ids) + len(drafts)):
+            drafts.pop()
+        return tuple(drafts)
+
+    def _plan_prefill(self, budget: int, others_decode: bool) -> list[Part]:
+        prompts = [s for s in self._running if s.left > 1]
+        if self._policy == "latency" and others_decode:
+            budget = min(budget, LATENCY_CHUNK_TOKENS)
+        parts, rows = [], self._logit_rows_max
+        for place, sequence in enumerate(prompts):
+            share = budget
+            if self._policy == "latency":
+                share = -(-budget // (len(prompts) - place))
+            if sequence.prompt_rows_owed:
+                share = min(share, rows)
+            known = min(share, sequence.left, self._to_border(sequence))
+            if known > 0:
+                part = self._part(sequence, known, ())
+                parts.append(part)
+                budget -= known
+                rows -= len(part.rows)
+        return parts
+
+    def _to_border(self, sequence: Sequence) -> int:
+        """Ids up to the next page border whose window is to be kept."""
+        page_tokens = self._core.page_tokens
+        if not self._prefix.enabled:
+            return self._core.positions_max
+        full = sequence.computed // page_tokens
+        border = min(b for b in (next_kept(full), *sequence.borders) if b > full)
+        return border * page_tokens - sequence.computed
+
+    def _part(self, sequence: Sequence, known: int, drafts: tuple[int, ...]) -> Part:
+        """The logits wanted: those of prompt rows owed, and from the newest id on."""
+        start, rows = sequence.computed, []
+        if sequence.prompt_rows_owed:
+            last = min(start + known, len(sequence.request.ids) - 1)
+            rows = list(range(sequence.prompt_reported - start, last - start))
+        if known == sequence.left and sequence.request.max_tokens > 0:
+            rows += range(known - 1, known + len(drafts))
+        return Part(sequence, known, drafts, tuple(rows))
+
+    def _step_of(self, part: Part) -> SequenceStep:
+        sequence, start = part.sequence, part.sequence.computed
+        end = start + part.known + len(part.drafts)
+        return SequenceStep(
+            slot=sequence.slot,
+            start=start,
+            ids=(*sequence.ids[start : start + part.known], *part.drafts),
+            history=tuple(sequence.ids[max(0, start - self._history_tokens) : start]),
+            pages=tuple(sequence.pages[: self._pages_for(end)]),
+            logit_rows=part.rows,
+        )
+
+    # What a step brings
+
+    def _absorb(self, part: Part, logits: np.ndarray) -> None:
+        sequence, start = part.sequence, part.sequence.computed
+        sequence.computed += part.known
+        sequence.drafts = []
+        try:
+            reason = deliver(part, start, logits, self.stats)
+        except BrokenLogitsError as error:
+            self._end(sequence, f"error: {error}")
+            return
+        self._store(sequence)
+        if reason is not None:
+            self._end(sequence, reason)
+
+    def _store(self, sequence: Sequence) -> None:
+        """Offer full pages to the prefix cache, and the window where the sequence stands."""
+        if not self._prefix.enabled:
+            return
+        page_tokens = self._core.page_tokens
+        full = sequence.computed // page_tokens
+        extend_keys(sequence.keys, self._prefix.root, sequence.ids, page_tokens)
+        for index in range(sequence.stored, full):
+            self._prefix.add_page(sequence.keys, index, sequence.pages)
+        sequence.stored = max(sequence.stored, full)
+        kept = keeps_window(full) or full in sequence.borders
+        if full and kept and sequence.computed == full * page_tokens:
+            key = sequence.keys[full - 1]
+            if self._prefix.wants_window(key):
+                self._prefix.add_window(key, self._core.export_window(sequence.slot))
+
+    def _draft(self) -> None:
+        """Ask for drafts of every sequence whose next step could use them."""
+        sequences = [s for s in self._running if s.left == 1 and self._drafts_useful(s) > 0]
+        if not sequences:
+            return
+        asked = [DraftStep(s.slot, s.computed - 1, s.ids[-1]) for s in sequences]
+        ids = self._core.draft(asked).ids
+        assert ids.min() >= 0 and ids.max() < self._core.vocab_size, "a draft is no token id"
+        for sequence, row in zip(sequences, ids, strict=True):
+            sequence.drafts = [int(i) for i in row[: self._drafts_useful(sequence)]]
+
+    def _drafts_useful(self, sequence: Sequence) -> int:
+        """Drafts that could be accepted before the sequence or a border to be kept ends them."""
+        return min(self._draft_tokens, sequence.wanted - 1, self._to_border(sequence) - 1)
