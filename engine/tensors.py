@@ -180,7 +180,8 @@ def _experts(c: ModelConfig, prefix: str, experts: int) -> Named:
 def _engram(c: ModelConfig, prefix: str, layer: int) -> Named:
     rows = c.engram_num_embeddings[c.engram_layer_ids.index(layer)]
     yield f"{prefix}.embed.weight", TensorSpec("F8_E4M3", (rows, c.engram_head_dim))
-    yield f"{prefix}.embed.scale", TensorSpec("F8_E8M0", (rows, c.engram_head_dim // FP8_BLOCK))
+    row_scales = -(-c.engram_head_dim // FP8_BLOCK)
+    yield f"{prefix}.embed.scale", TensorSpec("F8_E8M0", (rows, row_scales))
     table_width = c.engram_buckets * c.engram_head_dim
     yield from _fp8(f"{prefix}.wkv", (c.hc_mult + 1) * c.hidden_size, table_width)
     for name in ("q_weight", "k_weight"):
