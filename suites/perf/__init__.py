@@ -1,0 +1,1 @@
+"""Perf suite: exact counters on every change, clocks judged by paired starts."""
