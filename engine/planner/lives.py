@@ -124,6 +124,10 @@ def _takeovers(graph: Graph) -> list[tuple[str, str, int]]:
                 f"{graph.name}: {op.name} writes {target} over {source}, but only one of them is "
                 f"a temporary; declare the output as an alias instead"
             )
+            old, new = (graph.tensors[n].size_bytes(graph.limits) for n in (source, target))
+            assert new <= old, (
+                f"{graph.name}: {op.name} writes {target} of {new} bytes over {source} of {old}"
+            )
             delta = graph.root_offset_bytes(source) - graph.root_offset_bytes(target)
             found.append((first, second, delta))
     return found

@@ -1,6 +1,6 @@
 """Giving buffers that may not meet their own bytes: greedy placement in several orders.
 
-Every order is deterministic and the effort is bounded by counting visits, not by a clock, so
+Every order is deterministic and the effort is bounded by counting rounds, not by a clock, so
 the same input has the same layout on every machine.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-VISITS_MAX = 30_000_000
-"""Neighbours looked at before the search settles for the best layout so far."""
+REPAIRS_MAX = 60
+"""Orders tried after the static ones before the search settles for the best layout so far."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,6 @@ class Buffers:
     first: tuple[int, ...]
     last: tuple[int, ...]
     neighbours: tuple[tuple[int, ...], ...]
-
-    @property
-    def visits(self) -> int:
-        """Neighbours that one placement of all buffers looks at."""
-        return sum(map(len, self.neighbours)) + len(self.sizes)
 
 
 def neighbours_of(conflicts: np.ndarray) -> tuple[tuple[int, ...], ...]:
@@ -95,31 +90,40 @@ def _orders(buffers: Buffers) -> Iterator[list[int]]:
     yield sorted(numbers, key=lambda n: (-crowd[n], -sizes[n], first[n], n))
 
 
-def place_well(buffers: Buffers, lower_bound: int, visits_max: int = VISITS_MAX) -> Layout:
-    """The lowest layout found; stops at the lower bound or when the visits are used up.
+def place_well(buffers: Buffers, lower_bound: int, repairs_max: int = REPAIRS_MAX) -> Layout:
+    """The lowest layout found; stops at the lower bound or after `repairs_max` repairs.
 
     Static orders first. Then the best of them is repaired: the first buffer that left the bound
     is placed earlier, and the rest follow in the old order.
     """
-    budget = visits_max
     best, best_order, best_tight = None, [], False
     for order in _orders(buffers):
         for tight in (False, True):
             layout = place(buffers, order, lower_bound, tight)
-            budget -= buffers.visits
             if best is None or layout.peak < best.peak:
                 best, best_order, best_tight = layout, order, tight
             if best.peak <= lower_bound:
                 return best
     assert best is not None
-    layout, order = best, list(best_order)
-    while budget > 0 and layout.first_over is not None:
-        at = order.index(layout.first_over)
+    return _repaired(buffers, best, best_order, best_tight, lower_bound, repairs_max)
+
+
+def _repaired(
+    buffers: Buffers,
+    best: Layout,
+    order: Sequence[int],
+    tight: bool,
+    lower_bound: int,
+    repairs_max: int,
+) -> Layout:
+    """The best layout met while the buffer that first left the bound moves up in the order."""
+    layout, order = best, list(order)
+    for _ in range(repairs_max):
+        at = order.index(layout.first_over) if layout.first_over is not None else 0
         if at == 0:
             break
         order.insert(at // 2, order.pop(at))
-        layout = place(buffers, order, lower_bound, best_tight)
-        budget -= buffers.visits
+        layout = place(buffers, order, lower_bound, tight)
         if layout.peak < best.peak:
             best = layout
     return best

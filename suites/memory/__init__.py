@@ -1,0 +1,1 @@
+"""The memory suite: lifetimes, static checks, snapshots and reconciliation of memory maps."""
