@@ -292,9 +292,9 @@ def _check(c: ModelConfig, where: str) -> None:
         c.qk_rope_head_dim % 2 == 0 and c.qk_rope_head_dim <= min(c.head_dim, c.index_head_dim),
         f"qk_rope_head_dim {c.qk_rope_head_dim} must be even and fit into head_dim and index_head_dim",
     )
-    for name in _MULTIPLES_OF_32:
+    for name, unit in _MULTIPLES.items():
         value = getattr(c, name)
-        need(value % FP8_BLOCK == 0, f"{name} is {value}; a multiple of {FP8_BLOCK} is needed")
+        need(value % unit == 0, f"{name} is {value}; a multiple of {unit} is needed")
     need(
         c.num_experts_per_tok <= c.n_routed_experts
         and c.dspark_num_experts_per_tok <= c.dspark_n_routed_experts,
@@ -313,9 +313,14 @@ _POSITIVE = (
     "candidate_block_size hc_mult hc_sinkhorn_iters routed_scaling_factor dspark_n_routed_experts "
     "dspark_num_experts_per_tok"
 ).split()
-_MULTIPLES_OF_32 = (
-    "hidden_size moe_intermediate_size head_dim q_lora_rank o_lora_rank index_head_dim"
-).split()
+_MULTIPLES = {
+    "hidden_size": FP8_BLOCK,
+    "moe_intermediate_size": FP8_BLOCK,
+    "o_lora_rank": FP8_BLOCK,
+    "index_head_dim": FP8_BLOCK,
+    "head_dim": FP4_KV_BLOCK,
+}
+"""Packed FP4 and the shares of ranks need whole blocks; other widths may end in a part of one."""
 
 
 def _check_sources(c: ModelConfig, need) -> None:
@@ -364,10 +369,7 @@ def _check_engram(c: ModelConfig, need) -> None:
     if c.engram_layer_ids:
         need(c.engram_max_ngram_size >= 2, "engram_max_ngram_size must be at least 2")
         need(c.engram_n_heads > 0 and c.engram_vocab_size > 1, "engram sizes must be positive")
-        need(
-            c.engram_head_dim % FP8_BLOCK == 0,
-            f"engram_head_dim is {c.engram_head_dim}; a multiple of {FP8_BLOCK} is needed",
-        )
+        need(c.engram_head_dim > 0, f"engram_head_dim is {c.engram_head_dim}; it must be positive")
         need(
             0 < c.engram_compressed_vocab_size <= c.vocab_size,
             f"engram_compressed_vocab_size is {c.engram_compressed_vocab_size}; "

@@ -87,10 +87,13 @@ def deal_ranks(
     then single vocabulary rows, fill up what is still uneven.
     """
     ranks = recipe.ranks
-    loads = list(other_bytes or [0] * ranks)
+    loads = [0] * ranks
     counts: dict[str, list[int]] = {}
     for part, units in _parts(config):
         unit_bytes = _unit_bytes(config, recipe, part)
+        if part == "draft_experts":
+            # Not earlier: the other bytes follow from the groups, which must stay where they are.
+            loads = [a + b for a, b in zip(loads, other_bytes or [0] * ranks, strict=True)]
         if part in ("draft_experts", "vocab"):
             counts[part] = _level(units, unit_bytes, loads)
         else:
@@ -196,7 +199,7 @@ class _Weights:
     def fp8(
         self, name: str, rows: Range, width: int, columns: Range | None = None
     ) -> Iterator[Weight]:
-        """A slice of an FP8 weight and of its scales; ranges in items, at block borders."""
+        """A slice of an FP8 weight and of the scale blocks it touches; ranges in items."""
         first, past = columns or (0, width)
         for suffix, dtype, unit in (("weight", "F8_E4M3", 1), ("scale", "F8_E8M0", FP8_BLOCK)):
             row_range = rows[0] // unit, -(-rows[1] // unit)
@@ -285,7 +288,7 @@ class _Weights:
         rows = sum(primes[:first]), sum(primes[:past])
         for suffix, dtype, unit in (("weight", "F8_E4M3", 1), ("scale", "F8_E8M0", FP8_BLOCK)):
             source = f"{prefix}.embed.{suffix}"
-            shape = (rows[1] - rows[0], c.engram_head_dim // unit)
+            shape = (rows[1] - rows[0], -(-c.engram_head_dim // unit))
             yield Weight(source, dtype, shape, (Piece(source, rows),), resident=False)
         out = self.deal.engram_rows[0] * FP8_BLOCK, self.deal.engram_rows[1] * FP8_BLOCK
         yield from self.fp8(f"{prefix}.wkv", out, c.engram_buckets * c.engram_head_dim)
