@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
@@ -20,7 +21,7 @@ from engine.config import ModelConfig, parse_config
 from engine.errors import PackageError, SparkproofError
 from engine.recipe import Recipe, recipe_from_json
 from engine.shard import Deal, Weight, rank_weights
-from engine.tensorfile import LENGTH_BYTES, Container, read_container
+from engine.tensorfile import DTYPE_BYTES, LENGTH_BYTES, Container, read_container
 from engine.units import round_up
 
 FORMAT = "package/1"
@@ -55,6 +56,19 @@ def code_version() -> str:
 
 
 @dataclass(frozen=True)
+class Constant(Weight):
+    """An array that the exporter computed, kept on disk; its dtype may be an integer type."""
+
+    pieces: tuple[()] = ()
+    resident: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a package was made from and for; equal in the files of all ranks.
 
@@ -78,11 +92,8 @@ class Manifest:
     code_version: str = field(default_factory=code_version)
 
     def weights(self, rank: int) -> list[Weight]:
-        """The arrays of a rank's file: its weights, then the constants (on disk, no pieces)."""
-        constants = [
-            Weight(name, dtype, tuple(shape), (), resident=False)
-            for name, (dtype, shape) in self.constants.items()
-        ]
+        """The arrays of a rank's file: its weights, then the constants."""
+        constants = [Constant(name, *spec) for name, spec in self.constants.items()]
         return rank_weights(self.config, self.recipe, self.deals[rank]) + constants
 
     def to_json(self) -> dict:

@@ -64,7 +64,8 @@ class RankWriter:
     def __enter__(self) -> RankWriter:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(self._temporary, flags, 0o644)
         except OSError as error:
             raise self._cannot_write(error) from error
         if not self._claim():
