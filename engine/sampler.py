@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,10 @@ class Sampling:
     top_k: int = 0
     seed: int = 0
     choice: int = 0
+
+    def for_choice(self, choice: int) -> Sampling:
+        """The same with draws of its own."""
+        return replace(self, choice=choice)
 
 
 @dataclass(frozen=True)

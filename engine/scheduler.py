@@ -119,11 +119,19 @@ class Scheduler:
                 f"{count + request.max_tokens}; the limit is {self.tokens_max} tokens"
             )
 
-    def submit(self, request: Request) -> Sequence:
-        """Queue a request that `check_request` accepts."""
+    def sequence(self, request: Request) -> Sequence:
+        """The request, checked, as something to enqueue; callable from any thread."""
         self.check_request(request)
-        sequence = Sequence(request, self._clock())
+        return Sequence(request, self._clock())
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn."""
         self._waiting.append(sequence)
+
+    def submit(self, request: Request) -> Sequence:
+        """Check and enqueue in one."""
+        sequence = self.sequence(request)
+        self.enqueue(sequence)
         return sequence
 
     def cancel(self, sequence: Sequence) -> None:
@@ -164,6 +172,12 @@ class Scheduler:
         taken = [s.slot for s in self._running]
         assert len(set(taken + self._slots)) == len(taken) + len(self._slots), "a slot is shared"
         assert all(not s.pages and s.slot is None for s in self._waiting), "a waiting one holds"
+
+    def check_idle(self) -> None:
+        """Conservation when nothing runs: every page is free or cached."""
+        self.check()
+        counts = self._pool.counts
+        assert counts.used == 0, f"nothing runs, but {counts.used} pages are in use"
 
     # Admission and preemption
 
