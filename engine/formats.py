@@ -54,14 +54,18 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6] * 2, np.float32)
 E2M1_VALUES[8:] *= -1
 
 
+def _float64(values: ArrayLike) -> F64:
+    # Signalling NaN would warn on the way.
+    with np.errstate(invalid="ignore"):
+        return np.asarray(values, np.float64)
+
+
 def _midpoints(values: F32) -> F64:
     exact = values.astype(np.float64)
     return (exact[1:] + exact[:-1]) / 2
 
 
-# The largest finite size is followed by the one that 0x7F would have: past the midpoint to it
-# a value is out of range.
-_E4M3_MIDPOINTS = _midpoints(np.append(E4M3_VALUES[:E4M3_NAN], np.float32(480)))
+_E4M3_MIDPOINTS = _midpoints(E4M3_VALUES[:E4M3_NAN])
 _E2M1_MIDPOINTS = _midpoints(E2M1_VALUES[:8])
 
 
@@ -78,8 +82,8 @@ def decode_e4m3(codes: U8) -> F32:
 
 
 def encode_e4m3(values: ArrayLike) -> U8:
-    """Nearest E4M3 codes, ties to even; sizes above 464 and NaN become NaN (clamp before)."""
-    values = np.asarray(values, np.float64)
+    """Nearest E4M3 codes, ties to even; sizes above 448 become 448, NaN stays NaN."""
+    values = _float64(values)
     code = _nearest_code(np.abs(values), _E4M3_MIDPOINTS)
     code = np.where(np.isnan(values), E4M3_NAN, code)
     return code.astype(np.uint8) | np.signbit(values).astype(np.uint8) << 7
@@ -107,8 +111,11 @@ def decode_e2m1(codes: U8) -> F32:
 
 
 def encode_e2m1(values: ArrayLike) -> U8:
-    """Nearest unpacked E2M1 codes, ties to the even code; sizes above 6 become 6, signs stay."""
-    values = np.asarray(values, np.float64)
+    """Nearest unpacked E2M1 codes, ties to the even code; sizes above 6 become 6, signs stay.
+
+    The format has no NaN; it becomes 6, so look for it before.
+    """
+    values = _float64(values)
     code = np.where(np.isnan(values), 7, _nearest_code(np.abs(values), _E2M1_MIDPOINTS))
     return code.astype(np.uint8) | np.signbit(values).astype(np.uint8) << 3
 
@@ -132,7 +139,7 @@ def bf16_bits(values: ArrayLike) -> NDArray[np.uint16]:
     float64 goes through float32, each step to nearest even, as the canonical numerics have it: a
     single rounding gives other bits where float32 lands on a tie. NaN becomes 0x7FC0.
     """
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         values = np.asarray(values).astype(np.float32)
     bits = values.view(np.uint32)
     rounded = bits + (0x7FFF + (bits >> 16 & 1))
@@ -158,7 +165,7 @@ class Quantised(NamedTuple):
 
 def _groups(values: ArrayLike, channels: int) -> F64:
     """Split the last axis into groups of `channels`; the last group is filled up with zeros."""
-    values = np.asarray(values, np.float64)
+    values = _float64(values)
     missing = -values.shape[-1] % channels
     padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)])
     return padded.reshape(*values.shape[:-1], -1, channels)
