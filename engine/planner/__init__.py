@@ -15,7 +15,6 @@ import numpy as np
 from engine.errors import UsageError, must_be_one_of
 from engine.ir import Graph
 from engine.planner.lives import (
-    Clocks,
     Group,
     clocks_of,
     conflicts_of,
@@ -47,7 +46,7 @@ class _Subject:
 
     graph: Graph
     groups: tuple[Group, ...]
-    clocks: Clocks
+    conflicts: np.ndarray
     lower_bound: int
 
 
@@ -68,7 +67,9 @@ def plan_graphs(graphs: Sequence[Graph], strategy: str, alignment: int = 256) ->
 def _subject(graph: Graph, alignment: int) -> _Subject:
     clocks = clocks_of(graph)
     groups = groups_of(graph, alignment)
-    return _Subject(graph, groups, clocks, lower_bound_bytes(groups, clocks, alignment))
+    conflicts = conflicts_of(groups, clocks)
+    bound = lower_bound_bytes(groups, clocks, conflicts, alignment)
+    return _Subject(graph, groups, conflicts, bound)
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,8 @@ def _full_reuse(subjects: Sequence[_Subject], alignment: int) -> _Placed:
     offsets = []
     for subject in subjects:
         picked = _solid(subject)
-        conflicts = conflicts_of(subject.groups, subject.clocks)
-        layout = place_well(_buffers(subject, picked, conflicts, alignment), subject.lower_bound)
+        buffers = _buffers(subject, picked, subject.conflicts, alignment)
+        layout = place_well(buffers, subject.lower_bound)
         row = [0] * len(subject.groups)
         for number, offset in zip(picked, layout.offsets, strict=True):
             row[number] = offset
@@ -123,8 +124,7 @@ def _phase_pools(subjects: Sequence[_Subject], alignment: int) -> _Placed:
     pools, offsets = [], []
     for subject in subjects:
         named = pool_names(subject.graph, subject.groups)
-        conflicts = conflicts_of(subject.groups, subject.clocks)
-        conflicts |= same_instance(subject.graph, subject.groups)
+        conflicts = subject.conflicts | same_instance(subject.graph, subject.groups)
         row = [0] * len(subject.groups)
         for pool, category in dict.fromkeys(named):
             picked = [n for n in _solid(subject) if named[n] == (pool, category)]

@@ -218,17 +218,36 @@ def _schedules(clocks: Clocks) -> list[np.ndarray]:
     return schedules
 
 
-def lower_bound_bytes(groups: Sequence[Group], clocks: Clocks, alignment: int) -> int:
-    """Most bytes live at once in any of several possible schedules, sizes rounded to `alignment`.
+def _heaviest_clique(sizes: Sequence[int], conflicts: np.ndarray) -> int:
+    """Most bytes of buffers that conflict pairwise, grown greedily around each buffer."""
+    packed = np.packbits(conflicts, axis=1, bitorder="little")
+    linked = [int.from_bytes(row.tobytes(), "little") for row in packed]
+    rank = {n: k for k, n in enumerate(sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)))}
+    heaviest = 0
+    for number, size in enumerate(sizes):
+        common, weight = linked[number], size
+        for other in sorted(np.flatnonzero(conflicts[number]).tolist(), key=rank.__getitem__):
+            if common >> other & 1:
+                weight += sizes[other]
+                common &= linked[other]
+        heaviest = max(heaviest, weight)
+    return heaviest
 
-    Buffers that are live together in one schedule conflict pairwise, so no plan can do with less.
+
+def lower_bound_bytes(
+    groups: Sequence[Group], clocks: Clocks, conflicts: np.ndarray, alignment: int
+) -> int:
+    """Most bytes that must lie side by side, sizes rounded to `alignment`.
+
+    The larger of what is live at once in any of several possible schedules, and of buffers that
+    conflict pairwise although no single moment need show them all. No plan can do with less.
     """
     if not groups:
         return 0
     sizes = np.array([round_up(group.size_bytes, alignment) for group in groups])
     flat = np.concatenate([np.array(group.accesses) for group in groups])
     starts = np.cumsum([0] + [len(group.accesses) for group in groups[:-1]])
-    best = 0
+    best = _heaviest_clique(sizes.tolist(), conflicts)
     for order in _schedules(clocks):
         time = np.empty(len(order), dtype=np.int64)
         time[order] = np.arange(len(order))
