@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-REPAIRS_MAX = 60
-"""Orders tried after the static ones before the search settles for the best layout so far."""
+REPAIRS_MAX = 40
+"""Rounds of repair that each order gets before the search settles for the best layout so far."""
 
 
 @dataclass(frozen=True)
@@ -91,39 +91,40 @@ def _orders(buffers: Buffers) -> Iterator[list[int]]:
 
 
 def place_well(buffers: Buffers, lower_bound: int, repairs_max: int = REPAIRS_MAX) -> Layout:
-    """The lowest layout found; stops at the lower bound or after `repairs_max` repairs.
+    """The lowest layout found; stops at the lower bound or when every order was repaired.
 
-    Static orders first. Then the best of them is repaired: the first buffer that left the bound
-    is placed earlier, and the rest follow in the old order.
+    Static orders first, into the lowest and into the tightest hole. Then each order is repaired
+    for up to `repairs_max` rounds, the most promising first.
     """
-    best, best_order, best_tight = None, [], False
-    for order in _orders(buffers):
+    best: Layout | None = None
+    tried: list[tuple[int, int, list[int]]] = []
+    for number, order in enumerate(_orders(buffers)):
         for tight in (False, True):
             layout = place(buffers, order, lower_bound, tight)
             if best is None or layout.peak < best.peak:
-                best, best_order, best_tight = layout, order, tight
+                best = layout
             if best.peak <= lower_bound:
                 return best
+            if not tight:
+                tried.append((layout.peak, number, order))
     assert best is not None
-    return _repaired(buffers, best, best_order, best_tight, lower_bound, repairs_max)
+    for _, _, order in sorted(tried):
+        best = min(best, _repaired(buffers, order, lower_bound, repairs_max), key=lambda x: x.peak)
+        if best.peak <= lower_bound:
+            break
+    return best
 
 
-def _repaired(
-    buffers: Buffers,
-    best: Layout,
-    order: Sequence[int],
-    tight: bool,
-    lower_bound: int,
-    repairs_max: int,
-) -> Layout:
+def _repaired(buffers: Buffers, order: Sequence[int], lower_bound: int, repairs_max: int) -> Layout:
     """The best layout met while the buffer that first left the bound moves up in the order."""
-    layout, order = best, list(order)
+    order = list(order)
+    best = layout = place(buffers, order, lower_bound)
     for _ in range(repairs_max):
         at = order.index(layout.first_over) if layout.first_over is not None else 0
         if at == 0:
             break
         order.insert(at // 2, order.pop(at))
-        layout = place(buffers, order, lower_bound, tight)
+        layout = place(buffers, order, lower_bound)
         if layout.peak < best.peak:
             best = layout
     return best
