@@ -31,6 +31,7 @@ DATA_ALIGNMENT_BYTES = 4096
 _BLANK = "0" * 64
 _OPENING = b'{"__metadata__":{"header_sha256":"'
 _KEYS = ("header_sha256", "format", "rank", "package_hash", "contents", "tensors", "manifest")
+_ENTRY = ("file", "size_bytes", "content_sha256")
 _SIZE_BYTES_MAX = 10**16
 
 
@@ -289,13 +290,12 @@ def read_header(path: Path) -> PackageHeader:
         raise PackageError(f"{path}: metadata {list(_KEYS)} expected, {list(metadata)} found")
     try:
         manifest = manifest_from_json(json.loads(metadata["manifest"]))
-        contents = json.loads(metadata["contents"])
+        contents = [{key: e[key] for key in _ENTRY} for e in json.loads(metadata["contents"])]
         hashes = {n: t["sha256"] for n, t in json.loads(metadata["tensors"]).items()}
+        rank = int(metadata["rank"])
     except (KeyError, TypeError, ValueError, SparkproofError) as error:
         raise PackageError(f"{path}: the manifest cannot be read: {error!r}") from error
-    header = PackageHeader(
-        container, manifest, int(metadata["rank"]), metadata["package_hash"], contents, hashes
-    )
+    header = PackageHeader(container, manifest, rank, metadata["package_hash"], contents, hashes)
     _check_consistent(header)
     return header
 
@@ -309,7 +309,12 @@ def _check_consistent(header: PackageHeader) -> None:
             f"{path}: written by engine {version}; this is {engine.__version__}, export it again"
         )
     _same(path, "package hash", package_hash(manifest, header.contents), header.package_hash)
+    files = [file_name(rank) for rank in range(manifest.recipe.ranks)]
+    _same(path, "files", files, [entry["file"] for entry in header.contents])
+    if header.rank not in range(len(files)):
+        raise PackageError(f"{path}: rank 0..{len(files) - 1} expected, {header.rank} found")
     own = header.contents[header.rank]
+    _same(path, "size in bytes", own["size_bytes"], path.stat().st_size)
     _same(path, "content hash", own["content_sha256"], sha256_of(header.hashes))
     found = {t.name: (t.dtype, t.shape) for t in header.container.tensors.values()}
     expected = {w.name: (w.dtype, w.shape) for w in manifest.weights(header.rank)}

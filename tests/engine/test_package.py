@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import random
@@ -198,6 +199,62 @@ def test_table_on_disk_is_refused_on_opening_even_when_the_rest_waits(package):
         stored = opened.header.container.tensors["layers.1.engram.embed.weight"]
     flip_byte(package / file_name(0), stored.offset + 77)
     refuses("layers.1.engram.embed.weight is altered", package, on_read=True)
+
+
+def resign(path: Path, change) -> None:
+    """Alter the header's metadata in place and give the header a hash that fits again."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    document = json.loads(data[8:start])
+    change(document["__metadata__"])
+    document["__metadata__"]["header_sha256"] = "0" * 64
+    text = json.dumps(document, separators=(",", ":")).encode().ljust(start - 8)
+    head = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(head).hexdigest().encode()
+    path.write_bytes(head.replace(b"0" * 64, digest, 1) + data[start:])
+
+
+def drop_recipe(metadata: dict) -> None:
+    manifest = json.loads(metadata["manifest"])
+    del manifest["recipe"]
+    metadata["manifest"] = json.dumps(manifest)
+
+
+def forge_tensor_hash(metadata: dict) -> None:
+    tensors = json.loads(metadata["tensors"])
+    tensors["norm.weight"]["sha256"] = "1" * 64
+    metadata["tensors"] = json.dumps(tensors, separators=(",", ":"))
+
+
+def forge_size(metadata: dict) -> None:
+    contents = json.loads(metadata["contents"])
+    contents[1]["size_bytes"] -= 1
+    metadata["contents"] = json.dumps(contents, separators=(",", ":"))
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        (lambda m: None, None),
+        (lambda m: m.update(package_hash="1" * 64), "package hash .* expected, 1111"),
+        (forge_tensor_hash, "content hash .* expected"),
+        (forge_size, r"size in bytes \d+ expected, \d+ found"),
+        (drop_recipe, "the manifest cannot be read: KeyError"),
+        (lambda m: m.update(manifest="3"), "the manifest cannot be read"),
+        (lambda m: m.update(extra="x"), "metadata .* expected, .*'extra'"),
+        (lambda m: m.pop("rank"), "metadata .* expected"),
+        (lambda m: m.update(rank="one"), "the manifest cannot be read: ValueError"),
+        (lambda m: m.update(rank="3"), r"rank 0\.\.2 expected, 3 found"),
+        (lambda m: m.update(contents="[]"), r"package hash .* expected"),
+        (lambda m: m.update(contents="[3]"), "the manifest cannot be read"),
+    ],
+)
+def test_header_that_contradicts_itself_is_refused_though_its_hash_fits(package, change, pattern):
+    resign(package / file_name(1), change)
+    if pattern is None:
+        open_package(package, 1).close()
+    else:
+        refuses(f"rank-1.safetensors: {pattern}", package, 1)
 
 
 @pytest.mark.parametrize("kept", [0, 7, 1000, -1, -4096])

@@ -22,6 +22,7 @@ from engine.package_format import Manifest, file_name
 from engine.package_writer import RankWriter, copy_side_files, write_package
 from engine.recipe import Recipe
 from engine.shard import deal_ranks
+from engine.tensors import NO_DRAFTS
 from engine.units import MIB
 from tests.engine.mini_files import GOLDEN
 
@@ -196,7 +197,7 @@ def test_side_file_that_is_missing_or_in_the_way_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("size_mib", "growth_mib_max"),
-    [(320, 150), pytest.param(3 * 1024, 700, marks=pytest.mark.slow)],
+    [(224, 120), pytest.param(3 * 1024, 700, marks=pytest.mark.slow)],
 )
 def test_export_streams_and_leaves_peak_memory_low(tmp_path, size_mib, growth_mib_max):
     command = [sys.executable, "-m", "tests.engine.export_child", str(tmp_path), str(size_mib)]
@@ -217,3 +218,14 @@ def test_array_in_a_package_equals_its_constant(checkpoint, manifest, tmp_path):
         with open_package(tmp_path, rank) as package:
             assert np.array_equal(package["fold"], fold)
             assert not package.weights["fold"].resident
+
+
+def test_package_without_drafts_holds_no_draft_blocks(checkpoint, tmp_path):
+    recipe = Recipe(ranks=2, mtp_draft_tokens=0)
+    deals = deal_ranks(checkpoint.config, recipe)
+    summary = checkpoint.ledger(0).summary
+    manifest = Manifest(recipe, checkpoint.config, deals, checkpoint.fingerprint, left_out=summary)
+    write_package(tmp_path, manifest, checkpoint)
+    with open_package(tmp_path, 1) as package:
+        assert not any(name.startswith("mtp.") for name in package)
+        assert {line["reason"] for line in package.manifest.left_out} == {NO_DRAFTS}
