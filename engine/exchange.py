@@ -120,10 +120,7 @@ def bind_gather_rows(b: Binding, op: Op, comm: Communicator) -> Transfer:
     """Every rank's rows of some tensors, packed side by side into one message."""
     inputs, outputs = b.arrays(op.inputs), b.arrays(op.outputs)
     send, staging = b.arrays(op.scratch)
-    share, ranks = -(-b.counts["T"] // b.ranks), b.ranks
-    width = send.shape[1]
-    sent = send.reshape(-1)[: share * width].reshape(share, width)
-    received = staging.reshape(-1)[: ranks * share * width].reshape(ranks * share, width)
+    received = staging.reshape(-1, send.shape[1])
     columns, at = [], 0
     for array in inputs:
         size = array.itemsize * int(np.prod(array.shape[1:]))
@@ -136,8 +133,8 @@ def bind_gather_rows(b: Binding, op: Op, comm: Communicator) -> Transfer:
 
     def begin():
         for array, (first, past) in zip(flat_in, columns, strict=True):
-            sent[:rows, first:past] = array
-        return comm.all_gather(_bytes(received), _bytes(sent))
+            send[:rows, first:past] = array
+        return comm.all_gather(_bytes(received), _bytes(send))
 
     def end() -> None:
         for array, (first, past) in zip(flat_out, columns, strict=True):

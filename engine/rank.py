@@ -89,6 +89,7 @@ class RankModel:
         return {
             "T": rows,
             "O": own if split else rows,
+            "H": share if split else rows,
             "S": sequences,
             "S1": sequences + 1,
             "L": logit_rows,

@@ -167,8 +167,8 @@ class Lowering:
         """As gather_rows, into declared tensors; all of them travel as one message."""
         declared = [self.b.declared(x) for x in tensors]
         row_bytes = sum(math.prod(t.shape[1:]) * ITEM_BYTES[t.dtype] for t in declared)
-        send = self.b.temp(f"{name}.send", "u8", "O", row_bytes)
-        staging = self.b.temp(f"{name}.staging", "u8", self.recipe.ranks, "O", row_bytes)
+        send = self.b.temp(f"{name}.send", "u8", "H", row_bytes)
+        staging = self.b.temp(f"{name}.staging", "u8", self.recipe.ranks, "H", row_bytes)
         self.b.op(name, "gather_rows", tensors, outs, scratch=(send, staging), stream="comm")
 
     def reduce(

@@ -52,13 +52,15 @@ def build_graphs(
 def step_limits(recipe: Recipe, rows: int, split: bool) -> Mapping[str, int]:
     """The largest counts of a step.
 
-    T rows, O rows of one rank, S sequences, S1 = S + 1, L rows of logits, P cache pages (sized at
+    T rows, O rows of this rank, H the largest share of a rank, S sequences, S1 = S + 1, L rows of
+    logits, P cache pages (sized at
     start), F0.. rows of each tile of partial sums, slots_max sequences with state.
     """
     own = -(-rows // recipe.ranks) if split else rows
     limits = {
         "T": rows,
         "O": own,
+        "H": own,
         "S": recipe.max_concurrency,
         "S1": recipe.max_concurrency + 1,
         "L": HEAD_ROWS,
