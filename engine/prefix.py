@@ -177,12 +177,16 @@ class PrefixCache:
         window = node.window if node is not None else None
         if window is None:
             window = self._disk.get(WINDOW, keys[-1])
-        for key, page in list(zip(keys, pages, strict=False))[shared:] if window else ():
-            content = self._disk.get(PAGE, key)
-            if content is None:
-                return None
-            self._core.import_page(page, content)
-        return window
+        if window is None:
+            return None
+        whole = True
+        for index in range(shared, len(keys)):
+            content = self._disk.get(PAGE, keys[index])
+            # Reading goes on after a loss, so that every bad block is found at once.
+            whole = whole and content is not None
+            if whole:
+                self._core.import_page(pages[index], content)
+        return window if whole else None
 
     def add_page(self, keys: Sequence[bytes], index: int, pages: list[int]) -> None:
         """Offer a full page that a sequence holds: `pages[index]`, complete up to `keys[index]`.
