@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from engine.ir import Graph
-from engine.memmap import INVENTORY_ROWS, ROW_OF_CATEGORY, MemoryMap, RankMap
+from engine.memmap import MemoryMap, RankMap, memory_map_from_json
 from suites.findings import Finding, Judgement, NotChecked
 from suites.memory import life_checks, map_checks
+from suites.memory.documents import check_inventory, check_schema
 from suites.memory.graph_checks import check_graph
 from suites.memory.lifetimes import Oracle
 from suites.memory.map_checks import in_rank
@@ -20,9 +21,6 @@ RANKS_WITHIN_BYTES = 4 * 1024**2
 """How far the fixed memory of the ranks may differ: the seed's ranks were within 4 MiB."""
 EQUAL_CATEGORIES = ("state",)
 """Allocations of these categories are the same on all ranks: the KV state is replicated."""
-INVENTORY_TOLERANCE_MIB = 0.0005
-"""Half of the last digit that a map's inventory is written with."""
-
 RANK_CHECKS = (
     map_checks.names_once,
     map_checks.allocation_forms,
@@ -67,7 +65,7 @@ def check_rank(rank: RankMap, graphs: Sequence[Graph] = ()) -> Judgement:
 def _graph_names(
     rank: int, planned: Mapping[str, object], oracles: Mapping[str, Oracle]
 ) -> Iterator[Finding]:
-    with_temporaries = {n for n, oracle in oracles.items() if oracle.graph.of_kind("temp")}
+    with_temporaries = {n for n, o in oracles.items() if life_checks.placed_by_a_map(o)}
     for name in sorted(set(planned) - set(oracles)):
         yield Finding(
             "graph-unknown",
@@ -112,6 +110,20 @@ def check_map(
     else:
         findings += within_budget(memory_map, budget_bytes_max)
     return Judgement(tuple(findings), tuple(dict.fromkeys(not_checked)))
+
+
+def check_document(
+    document: Mapping, graphs: Mapping[int, Sequence[Graph]] | None = None, **limits
+) -> Judgement:
+    """Everything about a `memmap/1` document; `limits` are those of `check_map`.
+
+    A document that breaks its schema is not looked at further.
+    """
+    broken = tuple(check_schema(document))
+    if broken:
+        return Judgement(broken, (NotChecked("everything else", "the document breaks its schema"),))
+    judged = check_map(memory_map_from_json(document), graphs, **limits)
+    return Judgement(judged.findings + tuple(check_inventory(document)), judged.not_checked)
 
 
 def rank_numbers(memory_map: MemoryMap) -> Iterator[Finding]:
@@ -230,26 +242,6 @@ def _same_temporaries(first: RankMap, other: RankMap) -> Iterator[Finding]:
         if mine.get(key) != theirs.get(key):
             what = f"graph {key[0]}, temporary {key[1]} (alias of, stream)"
             yield _differs(first, other, what, theirs.get(key), mine.get(key))
-
-
-def check_inventory(document: Mapping) -> Iterator[Finding]:
-    """The inventory written in a `memmap/1` document is the sum of its allocations, row by row."""
-    for entry in document["ranks"]:
-        rows = dict.fromkeys(INVENTORY_ROWS, 0)
-        for a in entry["allocations"]:
-            rows["core_fixed_mappings"] += a["nbytes"]
-            if a["category"] in ROW_OF_CATEGORY:
-                rows[ROW_OF_CATEGORY[a["category"]]] += a["nbytes"]
-        written = entry.get("inventory", {})
-        for row in sorted(rows.keys() | written.keys()):
-            want, have = rows.get(row, 0) / 1024**2, written.get(row)
-            if have is None or abs(have - want) > INVENTORY_TOLERANCE_MIB * 1.001:
-                yield Finding(
-                    "inventory-mismatch",
-                    in_rank(entry["rank"], row),
-                    f"the inventory says {have} MiB, the allocations sum to {want:.3f} MiB",
-                    {"row": row, "written_mib": have, "sum_mib": round(want, 6)},
-                )
 
 
 def check_repeat(first: MemoryMap, second: MemoryMap) -> Iterator[Finding]:

@@ -164,15 +164,20 @@ def empties_nowhere(subject: Subject) -> Iterator[Finding]:
                 )
 
 
-def names_match(subject: Subject) -> Iterator[Finding]:
-    """The map places exactly the temporaries that the graph has."""
-    oracle = subject.oracle
-    assert oracle is not None, "needs the graph"
-    expected = {
+def placed_by_a_map(oracle: Oracle) -> set[str]:
+    """Names of the temporaries that a map places, so no views of persistent tensors."""
+    return {
         name
         for name, tensor in oracle.graph.tensors.items()
         if tensor.kind == "temp" and oracle.families[name].kind == "temp"
     }
+
+
+def names_match(subject: Subject) -> Iterator[Finding]:
+    """The map places exactly the temporaries that the graph has."""
+    oracle = subject.oracle
+    assert oracle is not None, "needs the graph"
+    expected = placed_by_a_map(oracle)
     placed = {t.name for t in subject.temporaries}
     for name in sorted(expected - placed):
         size = oracle.graph.tensors[name].size_bytes(oracle.graph.limits)
