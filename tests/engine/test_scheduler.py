@@ -168,6 +168,18 @@ def test_no_draft_is_asked_for_beyond_the_last_token():
     assert core.drafts_asked == 0
 
 
+def test_drafts_are_cut_rather_than_anyone_preempted_for_their_pages():
+    core = Watched(**{**SHAPE, "pages": 5, "draft_tokens": 3, "draft_skill": 1.0})
+    scheduler = build(core)
+    for seed in (1, 2):
+        scheduler.submit(ask(prompt(seed, 15), 4))
+    scheduler.step()
+    scheduler.step()
+    assert [len(s.ids) for s in core.seen[-1]] == [3, 1]
+    finish(scheduler)
+    assert scheduler.stats.preemptions == 0
+
+
 def test_stop_ids_and_the_sink_end_a_sequence_inside_accepted_drafts():
     whole = alone(prompt(1, 9), 30)
     core = ToyCore(**{**SHAPE, "draft_tokens": 5, "draft_skill": 1.0})
