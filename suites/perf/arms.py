@@ -52,7 +52,8 @@ class Arm(Protocol):
 class Host:
     """The host as the bench uses it; time and measurements are arguments, so tests have their own.
 
-    `clock` gives epoch seconds that go on after an interruption.
+    `clock` gives epoch seconds that go on after an interruption. Where several hosts serve one
+    engine, `canary` gives the worst of each measure: the slowest host sets the pace.
     """
 
     clock: Callable[[], float]

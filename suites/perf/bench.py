@@ -255,10 +255,10 @@ def next_start(base: RunRecord, head: RunRecord) -> tuple[int, str, int]:
 
 def why_done(base: RunRecord, head: RunRecord) -> str:
     """Why no further start is needed; empty while one is."""
+    if len(base.starts) != len(head.starts) or not base.starts:
+        return ""
     if has_void(traps.trap_findings(base, head)):
         return "void: more starts would not mend it"
-    if len(base.starts) != len(head.starts):
-        return ""
     attempts, kept = len(pairs_of(base, head)), len(kept_pairs(base, head))
     if kept >= base.policy.pairs_min:
         judged = verdicts(base, head)

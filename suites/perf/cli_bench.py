@@ -251,7 +251,7 @@ def _stop(console: Console, message: str, code: int) -> None:
 @click.option(
     "--baseline",
     type=FILE,
-    help="The stored base.json of the merged commit: its commit,"
+    help="The record that was kept of the merged commit: its commit,"
     " cells and fingerprint must agree with BASE.",
 )
 @click.option("--margin", type=PERCENT, help="Judge with this margin instead of the stored one.")

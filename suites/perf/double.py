@@ -31,7 +31,7 @@ class VirtualClock:
         return self.now_s
 
     def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
+        self.now_s += float(seconds)
 
 
 def always_healthy(_: int) -> float:
@@ -59,7 +59,7 @@ class DoubleHost:
         share, mhz = self.state(self.canaries), 2281.0 * self.clock_share(self.canaries)
         self.canaries += 1
         self.clock.sleep(CANARY_S)
-        noise = self.rng.normal(1, 0.004, 2)
+        noise = self.rng.normal(1, 0.004, 2).tolist()
         return Canary(self.clock(), 240.0 * share * noise[0], 90e3 * share * noise[1], mhz, 2281.0)
 
     def host(self) -> Host:
@@ -155,17 +155,20 @@ class DoubleSession:
     def _request_speed(self) -> float:
         faults, rng = self.arm.faults, self.arm.rng
         slow = rng.random() < faults.slow_requests
-        return (0.8 if slow else faults.hide_slow) * np.exp(rng.normal(0, faults.sample_sd))
+        return (0.8 if slow else faults.hide_slow) * float(np.exp(rng.normal(0, faults.sample_sd)))
 
     def _trace(self, cell: Cell, speed: float) -> StreamTrace:
         faults, sent_s = self.arm.faults, self.arm.host.clock()
         cached = int(faults.cached_share * cell.prompt_tokens)
         first_s = sent_s + (cell.prompt_tokens - cached) / (PREFILL_TOKENS_PER_S * speed)
         tokens, chunk = max(1, cell.new_tokens), faults.chunk_tokens
-        step_s = chunk / (DECODE_TOKENS_PER_S * speed)
+        token_s = 1 / (DECODE_TOKENS_PER_S * speed)
         # The first token comes alone, from the prefill; later chunks carry what a step accepted.
         chunks = 1 + -(-(tokens - 1) // chunk)
-        events = [StreamEvent(first_s + index * step_s, "word") for index in range(chunks)]
+        events = [
+            StreamEvent(first_s + min(index * chunk, tokens - 1) * token_s, "word")
+            for index in range(chunks)
+        ]
         if faults.empty_first_chunk:
             events.insert(0, StreamEvent(sent_s + 0.002, ""))
         counted = chunks if faults.usage_counts_chunks else tokens

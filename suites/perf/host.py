@@ -3,6 +3,7 @@
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from suites.perf.arms import Host
@@ -14,9 +15,13 @@ MEMINFO = Path("/proc/meminfo")
 CPUINFO = Path("/proc/cpuinfo")
 
 
-def drop_page_cache(files: tuple[Path, ...] = (), control: Path = DROP_CACHES) -> CacheDrop:
+def drop_page_cache(
+    files: tuple[Path, ...] = (),
+    control: Path = DROP_CACHES,
+    flush: Callable[[], None] = os.sync,
+) -> CacheDrop:
     """Drop the page cache: all of it with root, else that of `files`, else say why not."""
-    os.sync()
+    flush()
     try:
         control.write_text("3\n")
     except OSError as error:

@@ -7,7 +7,7 @@ from suites.perf.bench_json import name_findings, same_commit
 from suites.perf.findings import Finding, void
 from suites.perf.gate_result import GateOptions
 from suites.perf.judging import pairs_of
-from suites.perf.run_record import RunRecord, load_record
+from suites.perf.run_record import RunRecord, Start, load_record
 
 SHARED_RULES = ("policy", "limits", "reference", "outputs_rule", "idle_s")
 
@@ -55,6 +55,19 @@ def _cells(base: RunRecord, head: RunRecord) -> Iterator[Finding]:
                 yield void(
                     "cells-missing", f"arm {record.arm}, start {start.slot} lacks {lost}", "P02"
                 )
+            yield from _sample_counts(record, start)
+
+
+def _sample_counts(record: RunRecord, start: Start) -> Iterator[Finding]:
+    planned = {cell.name: cell.samples for cell in record.cells}
+    for cell in start.cells:
+        if cell.cell in planned and len(cell.samples) != planned[cell.cell]:
+            yield void(
+                "samples-missing",
+                f"arm {record.arm}, start {start.slot}: {len(cell.samples)} samples,"
+                f" {planned[cell.cell]} planned",
+                cell=cell.cell,
+            )
 
 
 def _pairs(base: RunRecord, head: RunRecord) -> Iterator[Finding]:

@@ -170,12 +170,19 @@ def _validator() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(json.loads(SCHEMA_PATH.read_text()))
 
 
-def read_json_text(kind: type[T], text: str, source: str) -> T:
-    """An instance of `kind` from JSON text; RecordError names `source` and what is wrong."""
+def _loads(text: str, source: str) -> Any:
+    def refuse(constant: str) -> Any:
+        raise RecordError("record", f"{source} holds {constant}; finite numbers are accepted")
+
     try:
-        return from_data(kind, json.loads(text), source)
+        return json.loads(text, parse_constant=refuse)
     except json.JSONDecodeError as error:
         raise RecordError("record", f"{source} is no JSON: {error}") from error
+
+
+def read_json_text(kind: type[T], text: str, source: str) -> T:
+    """An instance of `kind` from JSON text; RecordError names `source` and what is wrong."""
+    return from_data(kind, _loads(text, source), source)
 
 
 def parse_record(data: Any, source: str) -> RunRecord:
@@ -195,11 +202,11 @@ def load_record(path: Path) -> RunRecord:
 def read_json(path: Path) -> Any:
     """The JSON in a file; RecordError names the file."""
     try:
-        return json.loads(path.read_text())
+        return _loads(path.read_text(), str(path))
     except FileNotFoundError as error:
         raise RecordError("missing", f"{path} does not exist") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RecordError("record", f"{path} is no JSON: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError("record", f"{path} cannot be read as JSON: {error}") from error
 
 
 def save_record(record: RunRecord, path: Path) -> None:

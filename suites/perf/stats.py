@@ -296,6 +296,19 @@ def percent(interval: Interval) -> str:
     return f"[{interval.low:+.1%}, {interval.high:+.1%}]"
 
 
+@lru_cache(maxsize=64)
+def _forecast_values(policy: Policy, cells: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(totals, different, same): t values at each total number of pairs, shape (totals,).
+
+    Beyond pairs_max they are those of the last look of a run planned for so many pairs.
+    """
+    totals = np.arange(policy.pairs_min, FORECAST_PAIRS_MAX + 1)
+    planned = [policy if n <= policy.pairs_max else replace(policy, pairs_max=n) for n in totals]
+    alphas = np.array([p.alpha_at(n) for p, n in zip(planned, totals, strict=True)])
+    betas = np.array([p.beta_at(n) for p, n in zip(planned, totals, strict=True)])
+    return totals, student.isf(alphas / (2 * cells), totals - 1), student.isf(betas, totals - 1)
+
+
 def forecast(
     pairs: int, mean: float, sd: float, policy: Policy, cells: int = 1, margin: float | None = None
 ) -> int | None:
@@ -304,32 +317,21 @@ def forecast(
     Beyond policy.pairs_max the count is that of a new run planned for so many pairs. None when
     FORECAST_PAIRS_MAX pairs would not do: the change then sits at the margin or the host is noisy.
     """
-    for total in range(max(pairs + 1, policy.pairs_min), FORECAST_PAIRS_MAX + 1):
-        planned = policy if total <= policy.pairs_max else replace(policy, pairs_max=total)
-        if _decides(total, mean, sd, planned, cells, margin):
-            return total - pairs
-    return None
+    totals, different, same = _forecast_values(policy, cells)
+    error = sd / np.sqrt(totals)
+    low, high = policy.margins_log(margin)
+    decides = (mean - same * error > low) & (mean + same * error < high)
+    decides |= abs(mean) > different * error
+    decides &= totals > pairs
+    return int(totals[decides.argmax()]) - pairs if decides.any() else None
 
 
 def pairs_total(
     pairs: int, mean: float, sd: float, policy: Policy, cells: int = 1, margin: float | None = None
 ) -> int:
     """Pairs at which the cell is likely decided, counting those there are; capped by the plan."""
-    if pairs >= policy.pairs_min and _decides(pairs, mean, sd, policy, cells, margin):
-        return pairs
-    more = forecast(pairs, mean, sd, policy, cells, margin)
-    return policy.pairs_max if more is None else min(pairs + more, policy.pairs_max)
-
-
-def _decides(
-    total: int, mean: float, sd: float, policy: Policy, cells: int, margin: float | None
-) -> bool:
-    error = sd / math.sqrt(total)
-    low, high = policy.margins_log(margin)
-    half_same = student.isf(policy.beta_at(total), total - 1) * error
-    if low < mean - half_same and mean + half_same < high:
-        return True
-    return abs(mean) > student.isf(policy.alpha_at(total) / (2 * cells), total - 1) * error
+    more = forecast(max(0, pairs - 1), mean, sd, policy, cells, margin)
+    return policy.pairs_max if more is None else min(max(0, pairs - 1) + more, policy.pairs_max)
 
 
 def judge_one_process(
