@@ -11,11 +11,13 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from engine.config import ModelConfig
 from engine.ir import Graph, Tensor
 from engine.memmap import Allocation, MemoryMap, RankMap, Temporary
 from engine.model import KV_POOL, CacheLayout, build_graphs
+from engine.model.builder import IR_DTYPE
 from engine.planner import Plan, plan_graphs, to_allocations, to_temporaries
 from engine.recipe import Recipe
 from engine.shard import Deal, Weight, deal_ranks, rank_weights, resident_bytes
@@ -152,8 +154,7 @@ def map_rank(
     return RankMap(rank, allocations, tuple(temporaries))
 
 
-@dataclass(frozen=True)
-class _Array:
+class _Array(NamedTuple):
     """An array that wants a place in an arena."""
 
     name: str
@@ -162,14 +163,10 @@ class _Array:
     dtype: str
     shape: tuple[int, ...]
 
-    @property
-    def alignment(self) -> int:
-        """The largest power of two that divides its size, at most 256."""
-        return min(self.nbytes & -self.nbytes or ALIGNMENT_BYTES, ALIGNMENT_BYTES)
-
 
 def _of_weight(weight: Weight) -> _Array:
-    return _Array(weight.name, "weights", weight.nbytes, weight.dtype, weight.shape)
+    dtype = IR_DTYPE[weight.dtype]
+    return _Array(weight.name, "weights", weight.nbytes, dtype, weight.shape)
 
 
 def _of_tensor(tensor: Tensor, counts: Mapping[str, int], category: str) -> _Array:
@@ -193,14 +190,13 @@ def _largest(graphs: Iterable[Graph], without: set[str]) -> list[tuple[Tensor, M
 
 
 def _arena(name: str, arrays: Sequence[_Array]) -> list[Allocation]:
-    """Place arrays one behind the other without gaps, each aligned by the power of two it divides.
+    """Place arrays in order at multiples of 256 bytes.
 
-    Multiples of 256 bytes come first, the rest by falling alignment; what fills the arena up to
-    256 bytes is allocator slack of its own, so that sums hold.
+    The bytes between them are allocator slack, kept as one mapping of an arena of its own, so that
+    the sum over all mappings is what the arena takes.
     """
-    allocations, at = [], 0
-    for array in sorted(arrays, key=lambda array: -array.alignment):
-        assert at % array.alignment == 0, f"{array.name} at {at}"
+    allocations, at, gaps = [], 0, 0
+    for array in arrays:
         allocations.append(
             Allocation(
                 array.name,
@@ -208,22 +204,23 @@ def _arena(name: str, arrays: Sequence[_Array]) -> list[Allocation]:
                 array.nbytes,
                 name,
                 at,
-                array.alignment,
+                ALIGNMENT_BYTES,
                 array.dtype,
                 array.shape,
             )
         )
-        at += array.nbytes
-    slack = round_up(at, ALIGNMENT_BYTES) - at
-    if slack:
-        label = f"{name}.slack"
-        allocations.append(Allocation(label, "allocator_slack", slack, name, at, 1, "u8", (slack,)))
+        size_bytes = round_up(array.nbytes, ALIGNMENT_BYTES)
+        at, gaps = at + size_bytes, gaps + size_bytes - array.nbytes
+    if gaps:
+        label = f"{name}.gaps"
+        allocations.append(Allocation(label, "allocator_slack", gaps, label, 0, 1, "u8", (gaps,)))
     return allocations
 
 
 def arena_bytes(rank_map: RankMap, arena: str) -> int:
-    """Size of an arena: past the end of its last allocation."""
-    return max((a.offset + a.nbytes for a in rank_map.allocations if a.arena == arena), default=0)
+    """Size of an arena: past the end of its last allocation, gaps included."""
+    ends = (a.offset + a.nbytes for a in rank_map.allocations if a.arena == arena)
+    return round_up(max(ends, default=0), ALIGNMENT_BYTES)
 
 
 def kv_facts(config: ModelConfig, recipe: Recipe, rank_map: RankMap) -> dict[str, object]:
