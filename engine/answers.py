@@ -118,12 +118,20 @@ class Answer:
             ]
         return []
 
-    def chunk(self, item: Piece | End) -> list[dict]:
-        """The stream's documents for one more item (already added to its choice).
+    def add(self, item: Piece | PromptRow | End) -> Choice:
+        """Take in one more item; its choice."""
+        choice = self.choices[item.choice]
+        choice.add(item)
+        return choice
 
-        The echoed prompt goes out before a choice's first item, when its rows are complete.
+    def chunk(self, item: Piece | PromptRow | End) -> list[dict]:
+        """Take in one more item; the documents a stream sends for it.
+
+        The echoed prompt goes out before a choice's first token, when its rows are complete.
         """
-        choice, documents = self.choices[item.choice], []
+        choice, documents = self.add(item), []
+        if isinstance(item, PromptRow):
+            return documents
         if self.call.echo and not choice.prompt_sent:
             choice.prompt_sent = True
             content = {"text": choice.prompt_text}

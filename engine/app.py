@@ -150,7 +150,7 @@ class App:
         kind = "chatcmpl" if call.chat else "cmpl"
         name = f"{kind}-{uuid.UUID(int=self._seeds.getrandbits(128)).hex}"
         answer = Answer(call, self._text, self._limits.model_name, name, int(self._clock()))
-        items = self._items(call, answer)
+        items = self._items(call)
         if call.stream:
             # The first result comes before the headers, so that early trouble has its own status.
             try:
@@ -160,11 +160,11 @@ class App:
                 raise
             return EventStream(self._events(answer, first, items), request, items.aclose)
         async with aclosing(items):
-            await unless_gone(request, _exhaust(items))
+            await unless_gone(request, _take_all(items, answer))
         return Json(answer.whole())
 
-    async def _items(self, call: Call, answer: Answer) -> AsyncIterator[list]:
-        """What arrives for the call, already added to its choices, as lists of what came at once.
+    async def _items(self, call: Call) -> AsyncIterator[list]:
+        """What arrives for the call, as lists of what came at once.
 
         Raises ApiError if a sequence cannot be finished. However this ends, nothing stays behind
         in the engine.
@@ -180,7 +180,6 @@ class App:
                     waiting = False
                     self._metrics.observe_first_token(time.monotonic() - began_s)
                 for item in items:
-                    answer.choices[item.choice].add(item)
                     if isinstance(item, End):
                         open_choices -= 1
                         _raise_unless_finished(item)
@@ -308,18 +307,14 @@ class App:
         return item.reason if item.reason.startswith("error") else None
 
 
-async def _exhaust(items: AsyncIterator) -> None:
-    async for _ in items:
-        pass
+async def _take_all(items: AsyncIterator, answer: Answer) -> None:
+    async for arrived in items:
+        for item in arrived:
+            answer.add(item)
 
 
 def _chunks(answer: Answer, items: list) -> list[dict]:
-    return [
-        document
-        for item in items
-        if isinstance(item, Piece | End)
-        for document in answer.chunk(item)
-    ]
+    return [document for item in items for document in answer.chunk(item)]
 
 
 def _raise_unless_finished(end: End) -> None:
