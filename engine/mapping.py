@@ -63,11 +63,7 @@ class PlannedModel:
     @property
     def graph_digests(self) -> dict[str, str]:
         """A digest of each graph over all ranks, by name."""
-        found = {}
-        for graphs in zip(*(rank.graphs for rank in self.ranks), strict=True):
-            text = " ".join(graph.digest for graph in graphs)
-            found[graphs[0].name] = hashlib.sha256(text.encode()).hexdigest()
-        return found
+        return digests_over_ranks([rank.graphs for rank in self.ranks])
 
     @cached_property
     def memory_map(self) -> MemoryMap:
@@ -78,6 +74,15 @@ class PlannedModel:
             ranks=tuple(rank.map for rank in self.ranks),
             kv=kv_facts(self.config, self.recipe, self.ranks[0].map),
         )
+
+
+def digests_over_ranks(graphs: Sequence[Sequence[Graph]]) -> dict[str, str]:
+    """From the graphs of each rank, a digest of each graph over all ranks, by name."""
+    found = {}
+    for same in zip(*graphs, strict=True):
+        text = " ".join(graph.digest for graph in same)
+        found[same[0].name] = hashlib.sha256(text.encode()).hexdigest()
+    return found
 
 
 def plan_model(
