@@ -20,7 +20,7 @@ _STEP, _DRAFT, _WINDOW, _PAGE, _END = (bytes([kind]) for kind in range(5))
 class LeadCore:
     """Rank 0's core (see `request.Core`): every call is told to all ranks, then run.
 
-    fold  int64 [vocabulary], the Engram id of every token id
+    fold  int32 or int64 [vocabulary], the Engram id of every token id
     """
 
     def __init__(self, model: RankModel, mesh: Mesh, fold: np.ndarray) -> None:
