@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -219,17 +220,24 @@ def _check(value: object, schema: Mapping, where: str) -> None:
 
 
 def _check_any(value: object, options: list, where: str) -> None:
-    """The first option that fits; if none does, the error of the only one of the value's type."""
+    """Passes if one option fits; otherwise the error is that of the option that fits furthest."""
     errors = []
     for option in options:
         try:
             return _check(value, option, where)
         except ApiError as error:
-            errors.append((option, error))
-    deeper = [e for _, e in errors if e.param != (where or None)]
-    if len(deeper) == 1:
-        raise deeper[0]
-    return _fail(where, value, " or ".join(describe(option) for option in options))
+            errors.append(error)
+    furthest = max(_places(error) for error in errors)
+    best = [error for error in errors if _places(error) == furthest]
+    if len(best) == 1:
+        raise best[0]
+    found, _, _ = best[0].message.partition("; accepted: ")
+    accepted = " or ".join(error.message.partition("; accepted: ")[2] for error in best)
+    raise ApiError(f"{found}; accepted: {accepted}", param=best[0].param)
+
+
+def _places(error: ApiError) -> list[int]:
+    return [int(place) for place in re.findall(r"\[(\d+)\]", error.param or "")]
 
 
 def _check_range(value: float, schema: Mapping, where: str) -> None:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from engine.errors import ConfigError, RequestError
 
+_NO_TOKENIZER = "there is no tokenizer here: give the prompt as a list of token ids"
 _REPLACEMENT = "\ufffd"
 _UNFINISHED_MAX = 4
 """Tokens that can share one character (UTF-8 has at most four bytes)."""
@@ -33,7 +34,7 @@ class Text:
         """Ids of a text; what spells a special token is ordinary text. `add_special_tokens` adds
         what the tokenizer's own post-processor puts around a text. Raises RequestError."""
         if self._encoder is None:
-            raise RequestError("there is no tokenizer here: give the prompt as a list of token ids")
+            raise RequestError(_NO_TOKENIZER)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -44,15 +45,14 @@ class Text:
         return self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
 
     def special_id(self, name: str) -> int:
-        """The id of a special token. Raises RequestError if the tokenizer lacks it."""
-        found = None if self._decoder is None else self._decoder.token_to_id(name)
+        """The id of a special token. Raises RequestError if there is no tokenizer or no such
+        token in it."""
+        if self._decoder is None:
+            raise RequestError(_NO_TOKENIZER)
+        found = self._decoder.token_to_id(name)
         if found is None:
             raise RequestError(f"the tokenizer has no token {name!a}, which the chat format needs")
         return found
-
-    def find_id(self, name: str) -> int | None:
-        """The id of a special token, if there is one."""
-        return None if self._decoder is None else self._decoder.token_to_id(name)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
