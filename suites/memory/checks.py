@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from engine.ir import Graph
-from engine.memmap import MemoryMap, RankMap, memory_map_from_json
+from engine.memmap import Allocation, MemoryMap, RankMap, memory_map_from_json
 from suites.findings import Finding, Judgement, NotChecked
 from suites.memory import life_checks, map_checks
 from suites.memory.documents import check_inventory, check_schema
@@ -173,7 +173,8 @@ def ranks_agree(memory_map: MemoryMap, equal_categories: Sequence[str]) -> Itera
     """What must be the same on all ranks is.
 
     Replicated allocations agree in everything but their place; allocations of one name agree in
-    category, dtype and alignment and come in one order; graphs have the same temporaries.
+    category and dtype, and where they also have one shape, in alignment and order; graphs have
+    the same temporaries with the same alias edges and streams.
     """
     if not memory_map.ranks:
         return
@@ -211,7 +212,8 @@ def _same_attributes(first: RankMap, other: RankMap) -> Iterator[Finding]:
     for a in other.allocations:
         if (b := mine.get(a.name)) is None:
             continue
-        for what in ("category", "dtype", "alignment"):
+        compared = ("category", "dtype", *(("alignment",) if a.shape == b.shape else ()))
+        for what in compared:
             if getattr(a, what) != getattr(b, what):
                 yield _differs(
                     first, other, f"{what} of {a.name}", getattr(a, what), getattr(b, what)
@@ -219,12 +221,10 @@ def _same_attributes(first: RankMap, other: RankMap) -> Iterator[Finding]:
 
 
 def _same_order(first: RankMap, other: RankMap) -> Iterator[Finding]:
-    common = {(a.arena, a.name) for a in first.allocations} & {
-        (a.arena, a.name) for a in other.allocations
-    }
+    common = {_likeness(a) for a in first.allocations} & {_likeness(a) for a in other.allocations}
     orders = []
     for rank in (first, other):
-        held = [a for a in rank.allocations if (a.arena, a.name) in common]
+        held = [a for a in rank.allocations if _likeness(a) in common]
         # At equal offsets an empty mapping comes first, whatever the order it was written in.
         held.sort(key=lambda a: (a.arena, a.offset, a.nbytes, a.name))
         orders.append([(a.arena, a.name) for a in held])
@@ -232,6 +232,10 @@ def _same_order(first: RankMap, other: RankMap) -> Iterator[Finding]:
         if want != have:
             yield _differs(first, other, f"order in arena {arena}", have, want)
             return
+
+
+def _likeness(a: Allocation) -> tuple:
+    return a.arena, a.name, a.shape
 
 
 def _same_temporaries(first: RankMap, other: RankMap) -> Iterator[Finding]:

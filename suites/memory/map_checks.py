@@ -17,6 +17,21 @@ from suites.memory.overlap import Spans, overlap_plain, overlap_sweep
 
 TRANSIENT_ARENA = "temporaries"
 TRANSIENT_CATEGORIES = ("temporaries", "graph_scratch_pools", "operator_scratch")
+ITEM_SIZES: Mapping[str, int] = {
+    **ITEM_BYTES,
+    "BF16": 2,
+    "F16": 2,
+    "F32": 4,
+    "F64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I8": 1,
+    "U8": 1,
+    "I32": 4,
+    "I64": 8,
+}
+"""Bytes of an item by the names of the graph and by those of checkpoint files."""
 PLAIN_UP_TO = 200
 """Buffers up to which both overlap implementations run and must agree."""
 
@@ -91,7 +106,7 @@ def allocation_forms(rank: RankMap) -> Iterator[Finding]:
                 f"offset {a.offset} is not a multiple of the alignment {a.alignment}",
                 {"offset": a.offset, "alignment": a.alignment},
             )
-        if a.dtype in ITEM_BYTES and (needed := prod(a.shape) * ITEM_BYTES[a.dtype]) != a.nbytes:
+        if a.dtype in ITEM_SIZES and (needed := prod(a.shape) * ITEM_SIZES[a.dtype]) != a.nbytes:
             padded = -(-needed // max(a.alignment, 1)) * max(a.alignment, 1)
             if not needed < a.nbytes <= padded:
                 yield Finding(
@@ -111,7 +126,7 @@ def allocation_forms(rank: RankMap) -> Iterator[Finding]:
 
 def unreadable_dtypes(rank: RankMap) -> Iterator[NotChecked]:
     """Which allocations have a dtype whose item size is not known here."""
-    strange = sorted({a.dtype for a in rank.allocations} - set(ITEM_BYTES))
+    strange = sorted({a.dtype for a in rank.allocations} - set(ITEM_SIZES))
     if strange:
         yield NotChecked(
             "size from shape", f"item size of {', '.join(strange)} is not known to the memory map"
