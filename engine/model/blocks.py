@@ -17,6 +17,7 @@ from engine.tiling import (
     GEMM_WEIGHT_ITEMS,
     INDEX_KEYS,
     INDEX_ROWS,
+    MIX_ROWS,
     REDUCE_ROWS,
 )
 
@@ -228,16 +229,20 @@ class Lowering:
     def mixes(self, prefix: str, part: str, h: str) -> str:
         name = f"{prefix}.{part}.mixes"
         out = self.b.temp(name, "f32", self.own, self.c.mix_width)
-        fn64 = self.b.temp(
-            f"{name}.fn64", "f64", self.c.mix_width, self.c.hc_mult * self.c.hidden_size
-        )
+        width, tile = self.c.hc_mult * self.c.hidden_size, MIX_ROWS
+        scratch = [
+            self.b.temp(f"{name}.fn64", "f64", self.c.mix_width, width),
+            self.b.temp(f"{name}.flat", "f64", tile, width),
+            self.b.temp(f"{name}.products", "f64", tile, self.c.mix_width),
+            self.b.temp(f"{name}.factors", "f64", tile),
+        ]
         weights = [self.weight(f"{prefix}.hc_{part}_{w}") for w in ("fn", "scale", "base")]
         self.b.op(
             name,
             "mixes",
             (h, *weights),
             (out,),
-            scratch=(fn64,),
+            scratch=scratch,
             eps=self.c.rms_norm_eps,
             hc_eps=self.c.hc_eps,
             rounds=self.c.hc_sinkhorn_iters,
@@ -313,12 +318,15 @@ class Lowering:
         few_slots = min(slots, FEW_SLOTS)
         inner_tile = max(1, min(inner, GEMM_WEIGHT_ITEMS // width))
         down_tile = max(1, min(width, GEMM_WEIGHT_ITEMS // inner))
+        weight_items = max(inner_tile * width, down_tile * inner)
+        if 3 * inner * width <= GEMM_WEIGHT_ITEMS:
+            weight_items = 3 * inner * width
         scratch = [
             self.b.temp(f"{name}.offsets", "i32", owned[1] - owned[0] + 1),
             self.b.temp(f"{name}.slot_rows", "i32", slots),
             self.b.temp(f"{name}.slot_weights", "f32", slots),
             self.b.temp(f"{name}.x64", "f64", max(tile_rows, few_slots), width),
-            self.b.temp(f"{name}.w64", "f64", max(inner_tile * width, down_tile * inner)),
+            self.b.temp(f"{name}.w64", "f64", weight_items),
             self.b.temp(f"{name}.g64", "f64", tile_rows, inner),
             self.b.temp(f"{name}.u64", "f64", tile_rows, inner),
             self.b.temp(f"{name}.act", "bf16", max(tile_rows, few_slots), inner),

@@ -15,6 +15,7 @@ from engine.ops.numeric import (
     FP4_FLOOR,
     FP4_KV_FLOOR,
     INVERSE_6,
+    exp,
     from_bf16,
     from_e2m1,
     from_e4m3,
@@ -116,7 +117,7 @@ def pool_groups(first, past, kv, score, positions, seq_of, first_row, start, slo
                                 ring, width)
                 v = group_value(kv, t, i, back, seq, positions, first_row, start, slots, tail,
                                 ring, 0)
-                share = math.exp(s - largest)
+                share = exp(s - largest)
                 total += share
                 weighted += share * v
             out[t, i] = to_bf16(weighted / total)
@@ -212,24 +213,52 @@ def gather_selected(t, seq, selected, pages, pool, base, per_page, record, keys,
     return count
 
 
-@kernel
-def softmax_head(q, keys, count, sink, scale, logits, out):
-    """Softmax of one head with a sink in the denominator; out float64 [width], zeros if no key."""
-    largest = np.float64(sink)
-    for j in range(count):
+@njit(inline="always", cache=True)
+def key_logits(q, keys, count, scale, logits):
+    """logits[j] = scale * q . keys[j], four keys at a time so that q is loaded once for them."""
+    for j in range(0, count - 3, 4):
+        s0, s1, s2, s3 = 0.0, 0.0, 0.0, 0.0
+        for i in range(q.shape[0]):
+            x = q[i]
+            s0 += x * keys[j, i]
+            s1 += x * keys[j + 1, i]
+            s2 += x * keys[j + 2, i]
+            s3 += x * keys[j + 3, i]
+        logits[j], logits[j + 1] = s0 * scale, s1 * scale
+        logits[j + 2], logits[j + 3] = s2 * scale, s3 * scale
+    for j in range(count // 4 * 4, count):
         s = 0.0
         for i in range(q.shape[0]):
             s += q[i] * keys[j, i]
         logits[j] = s * scale
-        largest = max(largest, logits[j])
-    total = math.exp(np.float64(sink) - largest)
+
+
+@njit(inline="always", cache=True)
+def add_values(keys, shares, count, out):
+    """out = sum over j of shares[j] * keys[j], four keys at a time."""
     for i in range(out.shape[0]):
         out[i] = 0.0
-    for j in range(count):
-        share = math.exp(logits[j] - largest)
-        total += share
+    for j in range(0, count - 3, 4):
+        a, b, c, d = shares[j], shares[j + 1], shares[j + 2], shares[j + 3]
         for i in range(out.shape[0]):
-            out[i] += share * keys[j, i]
+            out[i] += a * keys[j, i] + b * keys[j + 1, i] + c * keys[j + 2, i] + d * keys[j + 3, i]
+    for j in range(count // 4 * 4, count):
+        for i in range(out.shape[0]):
+            out[i] += shares[j] * keys[j, i]
+
+
+@kernel
+def softmax_head(q, keys, count, sink, scale, logits, out):
+    """Softmax of one head with a sink in the denominator; out float64 [width], zeros if no key."""
+    key_logits(q, keys, count, scale, logits)
+    largest = np.float64(sink)
+    for j in range(count):
+        largest = max(largest, logits[j])
+    total = exp(np.float64(sink) - largest)
+    for j in range(count):
+        logits[j] = exp(logits[j] - largest)
+        total += logits[j]
+    add_values(keys, logits, count, out)
     for i in range(out.shape[0]):
         out[i] /= total
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from engine.ops.numeric import from_bf16, from_e4m3, from_e8m0, kernel, to_bf16
+from engine.ops.numeric import exp, from_bf16, from_e4m3, from_e8m0, kernel, to_bf16
 
 
 @kernel
@@ -40,7 +40,7 @@ def apply_rows(first, past, h, kv, q_weight, k_weight, eps, out):
             z *= 1.0 / math.sqrt(key_squares / width + eps)
             z /= math.sqrt(width)
             root = math.copysign(math.sqrt(max(abs(z), 1e-6)), z) if z != 0.0 else 0.0
-            gate = np.float64(np.float32(1.0 / (1.0 + math.exp(-root))))
+            gate = np.float64(np.float32(1.0 / (1.0 + exp(-root))))
             for i in range(width):
                 value = from_bf16(kv[t, copies * width + i])
                 out[t, c, i] = to_bf16(from_bf16(h[t, c, i]) + gate * value)

@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 
 from engine.ops.numeric import (
+    exp,
     from_bf16,
     from_e2m1,
     from_e4m3,
@@ -30,7 +31,7 @@ def route_rows(first, past, logits, bias, scaling, choice, weight):
     for t in range(first, past):
         for e in range(experts):
             x = logits[t, e]
-            scores[e] = np.float32(math.sqrt(max(x, 0.0) + math.log1p(math.exp(-abs(x)))))
+            scores[e] = np.float32(math.sqrt(max(x, 0.0) + math.log1p(exp(-abs(x)))))
             taken[e] = False
         total = 0.0
         for j in range(k):
@@ -51,7 +52,7 @@ def route_rows(first, past, logits, bias, scaling, choice, weight):
 def gated(gate, up, limit):
     """silu(min(gate, limit)) * clamp(up, +-limit) in float64."""
     g = min(gate, limit)
-    return g / (1.0 + math.exp(-g)) * min(max(up, -limit), limit)
+    return g / (1.0 + exp(-g)) * min(max(up, -limit), limit)
 
 
 @kernel

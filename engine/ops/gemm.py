@@ -8,6 +8,7 @@ import torch
 from engine.ir import Op
 from engine.ops import dense, experts
 from engine.ops.bind import Binding, Run, as_torch
+from engine.ops.rows import Workers
 from engine.tiling import FEW_ROWS, FEW_SLOTS
 
 _STORE = {"bf16": dense.store_bf16, "f32": dense.store_f32, "f64": dense.store_f64}
@@ -46,18 +47,20 @@ def bind_linear(b: Binding, op: Op) -> Run:
     rows, (outputs, width) = len(o.x), o.w.shape
     if rows == 0 or outputs == 0:
         return _nothing
-    packed, shift = op.params["source"] == "packed", op.params["shift"]
+    shift = op.params["shift"]
 
-    def unpack(first: int, count: int, x64: np.ndarray) -> None:
-        x = o.x[first : first + count]
-        if packed:
-            o.run(dense.unpack_fp8_rows, count, 64, x, width, x64)
-        else:
-            o.run(dense.unpack_bf16_rows, count, 64, x, 0, x64)
+    if op.params["source"] == "packed":
+
+        def unpack(x: np.ndarray, x64: np.ndarray) -> None:
+            dense.unpack_fp8_rows(0, len(x), x, width, x64)
+    else:
+
+        def unpack(x: np.ndarray, x64: np.ndarray) -> None:
+            dense.unpack_bf16_rows(0, len(x), x, 0, x64)
 
     if rows <= FEW_ROWS:
         return _few_linear(o, rows, shift, unpack)
-    return _tiled_linear(o, rows, shift, unpack)
+    return _tiled_linear(o, b.workers, rows, shift, unpack)
 
 
 def _few_linear(o: _Operands, rows: int, shift: int, unpack) -> Run:
@@ -74,7 +77,7 @@ def _few_linear(o: _Operands, rows: int, shift: int, unpack) -> Run:
         parts.append((n, count, w[n : n + count], piece, moved, o.view(o.y64, rows, count)))
 
     def go() -> None:
-        unpack(0, rows, x64)
+        unpack(o.x, x64)
         for n, count, w_part, s_part, moved, y in parts:
             run(few, count, 256, x64, moved, w_part, s_part, y)
             store(0, rows, y, out, n)
@@ -82,24 +85,35 @@ def _few_linear(o: _Operands, rows: int, shift: int, unpack) -> Run:
     return go
 
 
-def _tiled_linear(o: _Operands, rows: int, shift: int, unpack) -> Run:
-    outputs, width = o.w.shape
-    tile_rows, tile_outputs = len(o.x64), len(o.w64)
-    w_torch, x_torch = as_torch(o.w64), as_torch(o.x64)
+def _tiled_linear(o: _Operands, workers: Workers, rows: int, shift: int, unpack) -> Run:
+    outputs, tile_outputs = len(o.w), len(o.w64)
+    tile = len(o.x64) // workers.threads
+    single = tile >= -(-rows // workers.threads)
 
     def go() -> None:
         for n in range(0, outputs, tile_outputs):
-            n_count = min(tile_outputs, outputs - n)
-            o.run(o.decode, n_count, 64, n, shift, o.w, o.scales, o.w64)
-            for r in range(0, rows, tile_rows):
-                r_count = min(tile_rows, rows - r)
-                if rows > tile_rows or n == 0:
-                    unpack(r, r_count, o.x64[:r_count])
-                y = o.view(o.y64, r_count, n_count)
-                torch.mm(x_torch[:r_count], w_torch[:n_count].T, out=as_torch(y))
-                o.run(o.store, r_count, 64, y, o.out[r : r + r_count], n)
+            count = min(tile_outputs, outputs - n)
+            workers.run(o.decode, count, 64, n, shift, o.w, o.scales, o.w64)
+
+            def part(index: int, first: int, past: int, n: int = n, count: int = count) -> None:
+                x64 = o.x64[index * tile : (index + 1) * tile]
+                y64 = o.y64.reshape(-1)[index * tile * count : (index + 1) * tile * count]
+                for r in range(first, past, tile):
+                    r_count = min(tile, past - r)
+                    if n == 0 or not single:
+                        unpack(o.x[r : r + r_count], x64[:r_count])
+                    y = y64[: r_count * count].reshape(r_count, count)
+                    multiply(x64[:r_count], o.w64[:count], y)
+                    o.store(0, r_count, y, o.out[r : r + r_count], n)
+
+            workers.each(part, rows, FEW_ROWS)
 
     return go
+
+
+def multiply(x: np.ndarray, w: np.ndarray, out: np.ndarray) -> None:
+    """out = x . w^T in float64, on this thread."""
+    torch.mm(as_torch(x), as_torch(w).T, out=as_torch(out))
 
 
 def bind_grouped_linear(b: Binding, op: Op) -> Run:
@@ -123,18 +137,24 @@ def bind_grouped_linear(b: Binding, op: Op) -> Run:
                 o.store(0, rows, y[g], o.out, g * outputs)
 
         return few
-    tile_rows = min(len(o.x64), len(o.y64))
+    workers = b.workers
+    tile = min(len(o.x64), len(o.y64)) // workers.threads
 
     def go() -> None:
         for g in range(groups):
-            o.run(o.decode, outputs, 64, g * outputs, 0, o.w, o.scales, o.w64)
-            for r in range(0, rows, tile_rows):
-                count = min(tile_rows, rows - r)
-                x64 = o.x64[:count]
-                o.run(dense.unpack_bf16_rows, count, 64, o.x[r : r + count], g * width, x64)
-                y = o.view(o.y64, count, outputs)
-                torch.mm(as_torch(x64), as_torch(o.w64).T, out=as_torch(y))
-                o.run(o.store, count, 64, y, o.out[r : r + count], g * outputs)
+            workers.run(o.decode, outputs, 64, g * outputs, 0, o.w, o.scales, o.w64)
+
+            def part(index: int, first: int, past: int, g: int = g) -> None:
+                here = slice(index * tile, (index + 1) * tile)
+                x64, y64 = o.x64[here], o.y64[here]
+                for r in range(first, past, tile):
+                    count = min(tile, past - r)
+                    x = o.x[r : r + count]
+                    dense.unpack_bf16_rows(0, count, x, g * width, x64[:count])
+                    multiply(x64[:count], o.w64, y64[:count])
+                    o.store(0, count, y64[:count], o.out[r : r + count], g * outputs)
+
+            workers.each(part, rows, FEW_ROWS)
 
     return go
 
@@ -160,7 +180,7 @@ class _Experts:
         self.expert0, self.limit = op.params["expert0"], op.params["limit"]
         self.rows, self.width = self.out.shape
         self.inner = self.g64.shape[1]
-        self.run = b.workers.run
+        self.workers, self.run = b.workers, b.workers.run
 
     def go(self) -> None:
         """Sort the slots by expert and take the way that suits their number."""
@@ -192,41 +212,88 @@ class _Experts:
         )
 
     def many(self, e: int, first: int, past: int) -> None:
+        """One expert's slots as GEMM tiles."""
+        if first == past:
+            return
+        size = self.inner * self.width
+        if self.w64.size >= 3 * size:
+            self.whole_expert(e, first, past, size)
+            return
         tile = len(self.g64)
         for s in range(first, past, tile):
-            count = min(tile, past - s)
-            x64, rows = self.x64[:count], self.slot_rows
-            self.run(experts.unpack_slots, count, 64, self.packed, rows, s, self.width, x64)
-            g64, u64 = self.g64[:count], self.u64[:count]
-            self.product(x64, self.w1[e], self.s1[e], g64)
-            self.product(x64, self.w3[e], self.s3[e], u64)
-            act, packed = self.act[:count], self.act_packed[:count]
-            weights = self.slot_weights[s : s + count]
-            self.run(experts.gate_products, count, 64, g64, u64, weights, self.limit, act)
-            self.run(dense.pack_fp8_rows, count, 64, act, packed)
-            self.run(dense.unpack_fp8_rows, count, 64, packed, self.inner, g64)
-            self.down(e, g64, s, count)
+            self.tiled_expert(e, s, min(tile, past - s))
 
-    def product(self, x64, codes, scales, out) -> None:
-        step = self.w64.size // self.width
-        for n in range(0, self.inner, step):
-            n_count = min(step, self.inner - n)
-            w64 = self.w64[: n_count * self.width].reshape(n_count, self.width)
-            part = codes[n : n + n_count], scales[n : n + n_count]
-            self.run(experts.decode_fp4_weight, n_count, 64, *part, w64)
-            torch.mm(as_torch(x64), as_torch(w64).T, out=as_torch(out)[:, n : n + n_count])
+    def whole_expert(self, e: int, first: int, past: int, size: int) -> None:
+        """All three weights are decoded at once, then threads take rows through all steps."""
+        w1 = self.w64[:size].reshape(self.inner, self.width)
+        w3 = self.w64[size : 2 * size].reshape(self.inner, self.width)
+        w2 = self.w64[2 * size : 3 * size].reshape(self.width, self.inner)
 
-    def down(self, e: int, a64, s: int, count: int) -> None:
+        def decode(_: int, n: int, n_past: int) -> None:
+            experts.decode_fp4_weight(n, n_past, self.w1[e], self.s1[e], w1)
+            experts.decode_fp4_weight(n, n_past, self.w3[e], self.s3[e], w3)
+            share = self.width // self.inner + 1
+            down = n * share, min(n_past * share, self.width)
+            if down[0] < down[1]:
+                experts.decode_fp4_weight(*down, self.w2[e], self.s2[e], w2)
+
+        self.workers.each(decode, self.inner, 32)
+        tile = len(self.g64) // self.workers.threads
+
+        def part(index: int, start: int, stop: int) -> None:
+            for s in range(first + start, first + stop, tile):
+                self.slots(index * tile, s, min(tile, first + stop - s), w1, w3, w2)
+
+        self.workers.each(part, past - first, FEW_ROWS)
+
+    def slots(self, at: int, s: int, count: int, w1, w3, w2) -> None:
+        """Slots s.. through one expert, in the scratch rows from `at`."""
+        here = slice(at, at + count)
+        x64, g64, u64 = self.x64[here], self.g64[here], self.u64[here]
+        experts.unpack_slots(0, count, self.packed, self.slot_rows, s, self.width, x64)
+        multiply(x64, w1, g64)
+        multiply(x64, w3, u64)
+        self.activate(here, s, count)
+        y = self.y64.reshape(-1)[at * self.width : (at + count) * self.width]
+        y = y.reshape(count, self.width)
+        multiply(g64, w2, y)
+        experts.add_rounded(0, count, y, self.slot_rows, s, self.out)
+
+    def activate(self, here: slice, s: int, count: int) -> None:
+        """g64 becomes the quantised gated product of g64 and u64."""
+        g64, act, packed = self.g64[here], self.act[here], self.act_packed[here]
+        weights = self.slot_weights[s : s + count]
+        experts.gate_products(0, count, g64, self.u64[here], weights, self.limit, act)
+        dense.pack_fp8_rows(0, count, act, packed)
+        dense.unpack_fp8_rows(0, count, packed, self.inner, g64)
+
+    def tiled_expert(self, e: int, s: int, count: int) -> None:
+        """For weights of which only a tile fits into the scratch."""
+        here = slice(0, count)
+        x64 = self.x64[here]
+        experts.unpack_slots(0, count, self.packed, self.slot_rows, s, self.width, x64)
+        self.product(x64, self.w1[e], self.s1[e], self.g64[here])
+        self.product(x64, self.w3[e], self.s3[e], self.u64[here])
+        self.activate(here, s, count)
         step = self.y64.shape[1]
         for n in range(0, self.width, step):
             n_count = min(step, self.width - n)
-            w64 = self.w64[: n_count * self.inner].reshape(n_count, self.inner)
-            part = self.w2[e, n : n + n_count], self.s2[e, n : n + n_count]
-            self.run(experts.decode_fp4_weight, n_count, 64, *part, w64)
             y = self.y64.reshape(-1)[: count * n_count].reshape(count, n_count)
-            torch.mm(as_torch(a64), as_torch(w64).T, out=as_torch(y))
-            out = self.out[:, n : n + n_count]
-            self.run(experts.add_rounded, count, 64, y, self.slot_rows, s, out)
+            self.product(
+                self.g64[here], self.w2[e, n : n + n_count], self.s2[e, n : n + n_count], y
+            )
+            experts.add_rounded(0, count, y, self.slot_rows, s, self.out[:, n : n + n_count])
+
+    def product(self, x64, codes, scales, out) -> None:
+        """out = x64 . w^T, weight tile by weight tile."""
+        outputs, width = len(codes), x64.shape[1]
+        step = self.w64.size // width
+        for n in range(0, outputs, step):
+            count = min(step, outputs - n)
+            w64 = self.w64[: count * width].reshape(count, width)
+            part = codes[n : n + count], scales[n : n + count]
+            self.run(experts.decode_fp4_weight, count, 64, *part, w64)
+            torch.mm(as_torch(x64), as_torch(w64).T, out=as_torch(out)[:, n : n + count])
 
 
 def bind_experts(b: Binding, op: Op) -> Run:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from engine.ops.numeric import from_bf16, kernel, to_bf16
+from engine.ops.numeric import exp, from_bf16, kernel, to_bf16
 
 
 @kernel
@@ -19,44 +19,41 @@ def spread_rows(first, past, x, h, mix):
 
 
 @kernel
-def mix_rows(first, past, h, fn, scale, base, eps, hc_eps, rounds, out):
-    """Coefficients pre, post and comb of a sublayer, fp32 [rows, (2 + hc) hc] (spec 2).
-
-    h bf16 [rows, hc, d]; fn float64 [(2 + hc) hc, hc d]; nothing is rounded before the end.
-    """
+def stream_rows(first, past, h, eps, flat, factors):
+    """bf16 streams [rows, hc, d] as float64 rows [rows, hc d], and rsqrt of their mean square."""
     copies, width = h.shape[1], h.shape[2]
-    total = copies * width
-    outputs = fn.shape[0]
-    flat = np.empty(total, dtype=np.float64)
-    m = np.empty(outputs, dtype=np.float64)
-    comb = np.empty((copies, copies), dtype=np.float64)
     for t in range(first, past):
         squares = 0.0
         for copy in range(copies):
             for i in range(width):
                 value = from_bf16(h[t, copy, i])
-                flat[copy * width + i] = value
+                flat[t, copy * width + i] = value
                 squares += value * value
-        factor = 1.0 / math.sqrt(squares / total + eps)
-        for n in range(outputs):
-            s = 0.0
-            for i in range(total):
-                s += flat[i] * fn[n, i]
-            m[n] = s * factor
+        factors[t] = 1.0 / math.sqrt(squares / (copies * width) + eps)
+
+
+@kernel
+def mix_rows(first, past, products, factors, scale, base, hc_eps, rounds, comb, out):
+    """Coefficients pre, post and comb of a sublayer, fp32 [rows, (2 + hc) hc] (spec 2).
+
+    products float64 [rows, (2 + hc) hc] are flatten(h) . fn^T; nothing is rounded before the end.
+    """
+    copies = comb.shape[0]
+    for t in range(first, past):
         for n in range(copies):
-            z = m[n] * scale[0] + base[n]
-            out[t, n] = np.float32(1.0 / (1.0 + math.exp(-z)) + hc_eps)
-            z = m[copies + n] * scale[1] + base[copies + n]
-            out[t, copies + n] = np.float32(2.0 / (1.0 + math.exp(-z)))
+            z = products[t, n] * factors[t] * scale[0] + base[n]
+            out[t, n] = np.float32(1.0 / (1.0 + exp(-z)) + hc_eps)
+            z = products[t, copies + n] * factors[t] * scale[1] + base[copies + n]
+            out[t, copies + n] = np.float32(2.0 / (1.0 + exp(-z)))
         for i in range(copies):
             largest = -np.inf
             for j in range(copies):
                 k = 2 * copies + i * copies + j
-                comb[i, j] = m[k] * scale[2] + base[k]
+                comb[i, j] = products[t, k] * factors[t] * scale[2] + base[k]
                 largest = max(largest, comb[i, j])
             s = 0.0
             for j in range(copies):
-                comb[i, j] = math.exp(comb[i, j] - largest)
+                comb[i, j] = exp(comb[i, j] - largest)
                 s += comb[i, j]
             for j in range(copies):
                 comb[i, j] = comb[i, j] / s + hc_eps
@@ -89,30 +86,38 @@ def sinkhorn(comb, rounds, hc_eps):
 @kernel
 def collapse_rows(first, past, h, mix, out):
     """out = sum over copies of mix[t, copy] * h[t, copy], bf16; mix may be wider than the copies."""
-    copies = h.shape[1]
+    copies, width = h.shape[1], h.shape[2]
+    total = np.empty(width, dtype=np.float64)
     for t in range(first, past):
-        for i in range(h.shape[2]):
-            s = 0.0
-            for copy in range(copies):
-                s += np.float64(mix[t, copy]) * from_bf16(h[t, copy, i])
-            out[t, i] = to_bf16(s)
+        total[:] = 0.0
+        for copy in range(copies):
+            share = np.float64(mix[t, copy])
+            for i in range(width):
+                total[i] += share * from_bf16(h[t, copy, i])
+        for i in range(width):
+            out[t, i] = to_bf16(total[i])
 
 
 @kernel
 def update_rows(first, past, h, y, mixes, out):
     """out_j = post_j * y + sum_i comb[i, j] * h_i, bf16; out may be h itself."""
-    copies = h.shape[1]
-    old = np.empty(copies, dtype=np.float64)
+    copies, width = h.shape[1], h.shape[2]
+    old = np.empty((copies, width), dtype=np.float64)
+    new = np.empty(width, dtype=np.float64)
     for t in range(first, past):
-        for i in range(h.shape[2]):
-            sublayer = from_bf16(y[t, i])
+        for copy in range(copies):
+            for i in range(width):
+                old[copy, i] = from_bf16(h[t, copy, i])
+        for j in range(copies):
+            post = np.float64(mixes[t, copies + j])
+            for i in range(width):
+                new[i] = post * from_bf16(y[t, i])
             for copy in range(copies):
-                old[copy] = from_bf16(h[t, copy, i])
-            for j in range(copies):
-                s = np.float64(mixes[t, copies + j]) * sublayer
-                for copy in range(copies):
-                    s += np.float64(mixes[t, 2 * copies + copy * copies + j]) * old[copy]
-                out[t, j, i] = to_bf16(s)
+                share = np.float64(mixes[t, 2 * copies + copy * copies + j])
+                for i in range(width):
+                    new[i] += share * old[copy, i]
+            for i in range(width):
+                out[t, j, i] = to_bf16(new[i])
 
 
 @kernel

@@ -1,6 +1,7 @@
-"""Running a kernel over rows with a fixed number of threads.
+"""Running row-wise work with a fixed number of threads.
 
-Rows are independent, so how they are dealt to threads cannot move a bit.
+Rows are independent, so how they are dealt to threads cannot move a bit. The tensor library runs
+single-threaded inside each part: its own threads would spin against these.
 """
 
 from __future__ import annotations
@@ -8,27 +9,45 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 
 class Workers:
-    """`threads` threads that share the rows of a kernel; one thread means a plain call."""
+    """`threads` threads that share rows; one thread means a plain call."""
 
     def __init__(self, threads: int) -> None:
         assert threads >= 1, f"threads is {threads}"
         self.threads = threads
-        self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
+        torch.set_num_threads(1)
+        self._pool = None
+        if threads > 1:
+            self._pool = ThreadPoolExecutor(threads - 1, initializer=torch.set_num_threads, initargs=(1,))
+
+    def parts(self, rows: int, least: int) -> list[tuple[int, int]]:
+        """Half-open row ranges for the threads, each of at least `least` rows if there are more."""
+        count = max(1, min(self.threads, rows // least))
+        size = -(-rows // count)
+        return [(first, min(first + size, rows)) for first in range(0, rows, size)]
 
     def run(self, kernel: Callable, rows: int, least: int, *args) -> None:
         """Call `kernel(first, past, *args)` over 0..rows, split where a part has `least` rows."""
-        parts = min(self.threads, rows // least) if least else 1
-        if parts < 2 or self._pool is None:
+        if self._pool is None or rows < 2 * least:
             kernel(0, rows, *args)
             return
-        size = -(-rows // parts)
-        others = [
-            self._pool.submit(kernel, first, min(first + size, rows), *args)
-            for first in range(size, rows, size)
-        ]
-        kernel(0, size, *args)
+        own, *rest = self.parts(rows, least)
+        others = [self._pool.submit(kernel, *part, *args) for part in rest]
+        kernel(*own, *args)
+        for other in others:
+            other.result()
+
+    def each(self, work: Callable[[int, int, int], None], rows: int, least: int) -> None:
+        """Call `work(part, first, past)` for each part of the rows, side by side."""
+        own, *rest = self.parts(rows, least) or [(0, 0)]
+        if self._pool is None or not rest:
+            work(0, *own)
+            return
+        others = [self._pool.submit(work, i, *part) for i, part in enumerate(rest, start=1)]
+        work(0, *own)
         for other in others:
             other.result()
 

@@ -26,7 +26,7 @@ class _Select:
         self.blocks = b.array(op.outputs[1]) if len(op.outputs) > 1 else none
         self.scratch = b.arrays(op.scratch)
         self.p = op.params
-        self.run = b.workers.run
+        self.workers, self.run = b.workers, b.workers.run
 
     def by_row(self) -> None:
         p = self.p
@@ -39,17 +39,31 @@ class _Select:
 
     def by_tiles(self) -> None:
         borders = np.flatnonzero(np.diff(self.seq_of)) + 1
-        tile = len(self.scratch[0])
         for first, past in zip([0, *borders], [*borders, self.rows], strict=True):
-            for row0 in range(first, past, tile):
-                self.tile(int(row0), int(min(tile, past - row0)))
+            self.sequence(int(first), int(past))
 
-    def tile(self, row0: int, rows: int) -> None:
-        p, run = self.p, self.run
-        q32, k32, dots, best, kept, counts, tops, top_blocks, block_counts = self.scratch
+    def sequence(self, first: int, past: int) -> None:
+        """Row tiles of one sequence; later rows see more keys, so threads take turns."""
+        threads = self.workers.threads
+        tile = len(self.scratch[0]) // threads
+        starts = list(range(first, past, tile))
+
+        def part(index: int, _first: int, _past: int) -> None:
+            scratch = [_share(array, index, threads) for array in self.scratch]
+            for row0 in starts[index::threads]:
+                self.tile(scratch, row0, min(tile, past - row0))
+
+        if len(starts) < threads:
+            for row0 in starts:
+                self.tile(self.scratch, row0, min(tile, past - row0))
+        else:
+            self.workers.each(part, threads, 1)
+
+    def tile(self, scratch: list[np.ndarray], row0: int, rows: int) -> None:
+        p = self.p
+        q32, k32, dots, best, kept, counts, tops, top_blocks, block_counts = scratch
         heads, width = p["heads"], p["width"]
-        packed = self.packed[row0 : row0 + rows]
-        run(indexer.decode_queries, rows, 8, packed, width, q32)
+        indexer.decode_queries(0, rows, self.packed[row0 : row0 + rows], width, q32)
         counts.fill(0)
         block_counts.fill(0)
         pages = self.pages[self.seq_of[row0]]
@@ -59,20 +73,24 @@ class _Select:
         for entry0 in range(0, visible, step):
             entries = min(step, visible - entry0)
             place = (p["base"], p["per_page"], p["record"], p["key_at"])
-            run(indexer.decode_keys, entries, 256, entry0, pages, self.pool, *place, k32[:entries])
+            indexer.decode_keys(0, entries, entry0, pages, self.pool, *place, k32)
             part = dots.reshape(-1)[: rows * heads * entries]
-            torch.mm(
-                queries, as_torch(k32)[:entries].T,
-                out=as_torch(part.reshape(rows * heads, entries)),
+            products = as_torch(part.reshape(rows * heads, entries))
+            torch.mm(queries, as_torch(k32)[:entries].T, out=products)
+            indexer.scan_tile(
+                0, rows, part.reshape(rows, heads, entries), self.weights, row0, p["factor"],
+                self.positions, p["ratio"], entry0, entries, p["block"], best, kept, counts, tops,
+                top_blocks, block_counts,
             )
-            run(
-                indexer.scan_tile, rows, 8, part.reshape(rows, heads, entries), self.weights, row0,
-                p["factor"], self.positions, p["ratio"], entry0, entries, p["block"], best, kept,
-                counts, tops, top_blocks, block_counts,
-            )
-        run(indexer.finish_rows, rows, 8, kept, counts, row0, self.selected)
+        indexer.finish_rows(0, rows, kept, counts, row0, self.selected)
         if self.blocks.shape[1]:
-            run(indexer.finish_rows, rows, 8, top_blocks, block_counts, row0, self.blocks)
+            indexer.finish_rows(0, rows, top_blocks, block_counts, row0, self.blocks)
+
+
+def _share(array: np.ndarray, index: int, threads: int) -> np.ndarray:
+    """One thread's part of a scratch array, along its first axis."""
+    size = len(array) // threads
+    return array[index * size : (index + 1) * size]
 
 
 def bind_select(b: Binding, op: Op) -> Run:

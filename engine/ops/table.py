@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from engine.engram import bucket_primes, hash_ngrams
 from engine.ir import Op
 from engine.ops import attention, dense, engram, experts, hyper
-from engine.ops.bind import Binding, Run, rope_frequencies
+from engine.ops.bind import Binding, Run, as_torch, rope_frequencies
 from engine.ops.gemm import bind_experts, bind_grouped_linear, bind_linear
 from engine.ops.select import bind_select
 
@@ -61,13 +62,28 @@ def _bind_rope(b: Binding, op: Op) -> Run:
 def _bind_mixes(b: Binding, op: Op) -> Run:
     h, fn, scale, base = b.arrays(op.inputs)
     (out,) = b.arrays(op.outputs)
-    (fn64,) = b.arrays(op.scratch)
-    p, run, rows = op.params, b.workers.run, len(h)
-    args = (h, fn64, scale, base, p["eps"], p["hc_eps"], p["rounds"], out)
+    fn64, flat, products, factors = b.arrays(op.scratch)
+    p, workers, copies = op.params, b.workers, h.shape[1]
+    combs = np.empty((workers.threads, copies, copies))
+    tile = len(flat) // workers.threads
+
+    def part(index: int, first: int, past: int) -> None:
+        at = index * tile
+        for row in range(first, past, tile):
+            count = min(tile, past - row)
+            here = slice(at, at + count)
+            hyper.stream_rows(0, count, h[row : row + count], p["eps"], flat[here], factors[here])
+            torch.mm(
+                as_torch(flat[here]), as_torch(fn64).T, out=as_torch(products[here])
+            )
+            hyper.mix_rows(
+                0, count, products[here], factors[here], scale, base, p["hc_eps"], p["rounds"],
+                combs[index], out[row : row + count],
+            )
 
     def go() -> None:
         fn64[...] = fn
-        run(hyper.mix_rows, rows, 8, *args)
+        workers.each(part, len(h), 32)
 
     return go
 
