@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from suites.perf.files import write_atomically
 from suites.perf.planted import detector_table
-from suites.perf.run_record import write_atomically
 from suites.perf.simulate import MODELS, RULES, NoiseModel, Scenario, Score, score
 
 EFFECTS = (0.0, -0.03, -0.05, -0.10)

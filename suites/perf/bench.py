@@ -93,6 +93,7 @@ class Bench:
         self.store = store
         self.report = report
         self.records: dict[str, RunRecord] = {}
+        self.forecast: Forecast | None = None
 
     def run(self) -> BenchResult:
         """Measure until decided, resuming what the store holds.
@@ -120,9 +121,11 @@ class Bench:
             self.records = {arm: self._empty(arm, session, reference) for arm in ARMS}
             for record in self.records.values():
                 self.store.save(record)
+            self.forecast = progress.forecast(self.base, self.head)
         else:
             self.records = dict(zip(ARMS, stored, strict=True))
             refuse_other_session(self.plan, self.base, self.head, self.arms)
+            self.forecast = progress.forecast(self.base, self.head)
             self._say("resume", f"{len(self.base.starts) + len(self.head.starts)} starts kept")
 
     def _reference(self) -> Canary:
@@ -161,6 +164,7 @@ class Bench:
         else:
             self.records[arm] = record.with_failure(done)
         self.store.save(self.records[arm])
+        self.forecast = progress.forecast(self.base, self.head)
         if isinstance(done, FailedStart):
             self._say("failed", done.reason)
             self._refuse_endless(arm)
@@ -225,10 +229,7 @@ class Bench:
         return CellSamples(cell.name, samples, len(warm.values), warm.settled)
 
     def _say(self, event: str, text: str) -> None:
-        self.report(Progress(event, text, self._forecast()))
-
-    def _forecast(self) -> Forecast | None:
-        return progress.forecast(self.base, self.head) if self.records else None
+        self.report(Progress(event, text, self.forecast))
 
 
 def run_bench(

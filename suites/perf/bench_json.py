@@ -13,8 +13,8 @@ from typing import Any
 
 from suites.perf.bench_stamp import Stamp, file_sha256, read_stamp
 from suites.perf.errors import RecordError
+from suites.perf.files import read_json
 from suites.perf.findings import Finding, hold, note, void
-from suites.perf.run_record import read_json
 
 MACHINE_FIELDS = ("node", "machine", "release", "python_version", "cpu")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from suites.perf.run_record import read_json_text, write_atomically
+from suites.perf.files import read_json_text, write_atomically
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from suites.perf.errors import PerfError
-from suites.perf.run_record import read_json_text
+from suites.perf.files import read_json_text
 from suites.perf.states import Canary
 
 Clock = Callable[[], float]

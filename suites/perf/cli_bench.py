@@ -15,11 +15,12 @@ from suites.perf.arms import registered_adapter
 from suites.perf.bench import BenchPlan, BenchResult, RunStore, run_bench
 from suites.perf.cells import CELL_SETS, cells_named
 from suites.perf.errors import PerfError
+from suites.perf.files import write_atomically
 from suites.perf.gate import gate
 from suites.perf.gate_result import ONE_PROCESS_SPREAD, Exit, GateOptions, GateResult
 from suites.perf.ledger import append_entry, read_ledger, require_writable
 from suites.perf.progress import Progress
-from suites.perf.run_record import load_record, write_atomically
+from suites.perf.run_record import load_record
 from suites.perf.states import StateLimits
 from suites.perf.stats import Policy
 

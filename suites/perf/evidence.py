@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from suites.perf.errors import RecordError
-from suites.perf.run_record import read_json
+from suites.perf.files import read_json
 from suites.perf.stats import Policy, Verdict, judge
 from suites.perf.tables import Row, row_of_figures
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from suites.perf.bench_stamp import file_sha256
 from suites.perf.errors import PerfError
+from suites.perf.files import read_json
 from suites.perf.findings import void
 from suites.perf.gate_benchmarks import gate_benchmarks
 from suites.perf.gate_result import Exit, GateOptions, GateResult, exit_of, has_void
@@ -16,7 +17,7 @@ from suites.perf.judging import exclusions, pairs_of, verdicts
 from suites.perf.ledger import red_verdict
 from suites.perf.red_baseline import red_finding
 from suites.perf.refusals import refuse_records
-from suites.perf.run_record import RunRecord, parse_record, read_json
+from suites.perf.run_record import RunRecord, parse_record
 from suites.perf.traps import trap_findings
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from suites.perf.codec import to_data
 from suites.perf.errors import RecordError
-from suites.perf.run_record import read_json_text, write_atomically
+from suites.perf.files import read_json_text, write_atomically
 
 WORSE = 1
 

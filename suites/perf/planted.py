@@ -19,6 +19,7 @@ from suites.perf.gate import gate, gate_records
 from suites.perf.gate_result import Exit, GateOptions
 from suites.perf.ledger import LedgerEntry
 from suites.perf.run_record import RunRecord
+from suites.perf.stats import Policy
 
 DECODE, PREFILL = MINI_CELLS[0], MINI_CELLS[2]
 BASE_COMMIT, HEAD_COMMIT = "a" * 40, "b" * 40
@@ -55,10 +56,11 @@ def bench_records(
     base: Faults = CLEAN,
     state: Callable[[int], float] = always_healthy,
     cells: tuple[Cell, ...] = MINI_CELLS,
+    pairs_max: int = 12,
 ) -> tuple[RunRecord, RunRecord]:
     """The two records of a bench of the double, as far as it went."""
     arms, host = double_arms(SEED, base, head, state)
-    run_bench(BenchPlan(cells), arms, host.host(), RunStore(folder))
+    run_bench(BenchPlan(cells, Policy(pairs_max=pairs_max)), arms, host.host(), RunStore(folder))
     records = RunStore(folder).load()
     assert records is not None, "a bench that ran left no records"
     return records
@@ -230,7 +232,8 @@ PLANTS = (
     Plant("P06", "faster, needle lost", _codes("outputs-void"),
           _bench(DECODE, head=Faults(speed=1.15, needle_found=False)), _large),
     Plant("P07", "one request in four 20 % slow, the mean as before", _codes("hidden-slow"),
-          _bench(DECODE, head=Faults(slow_requests=0.25, hide_slow=1.0625), cells=MANY), _none),
+          _bench(DECODE, head=Faults(slow_requests=0.25, hide_slow=1.0625), cells=MANY,
+                 pairs_max=6), _none),
     Plant("P07", "one start in four 20 % slow behind a good median", _codes("hidden-slow"),
           _bench(DECODE, median, head=Faults(slow_starts=(1, 5, 9))), _none),
 )  # fmt: skip

@@ -5,18 +5,17 @@ other. A record is complete after every start, so an interrupted bench goes on f
 """
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jsonschema
 
 from suites.perf.cells import Cell
 from suites.perf.codec import from_data, to_data
 from suites.perf.errors import RecordError
+from suites.perf.files import read_json, write_atomically
 from suites.perf.rates import Sample, value_of
 from suites.perf.states import Canary, StartState, StateLimits
 from suites.perf.stats import Policy
@@ -24,7 +23,6 @@ from suites.perf.stats import Policy
 SCHEMA = "perf-run/1"
 SUITE_VERSION = "1"
 SCHEMA_PATH = Path(__file__).parents[2] / "fixtures" / "schemas" / "perf-run-1.schema.json"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -170,21 +168,6 @@ def _validator() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(json.loads(SCHEMA_PATH.read_text()))
 
 
-def _loads(text: str, source: str) -> Any:
-    def refuse(constant: str) -> Any:
-        raise RecordError("record", f"{source} holds {constant}; finite numbers are accepted")
-
-    try:
-        return json.loads(text, parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        raise RecordError("record", f"{source} is no JSON: {error}") from error
-
-
-def read_json_text(kind: type[T], text: str, source: str) -> T:
-    """An instance of `kind` from JSON text; RecordError names `source` and what is wrong."""
-    return from_data(kind, _loads(text, source), source)
-
-
 def parse_record(data: Any, source: str) -> RunRecord:
     """A record from plain data, held against the JSON Schema first; RecordError with the path."""
     errors = sorted(_validator().iter_errors(data), key=lambda error: list(error.absolute_path))
@@ -199,31 +182,6 @@ def load_record(path: Path) -> RunRecord:
     return parse_record(read_json(path), str(path))
 
 
-def read_json(path: Path) -> Any:
-    """The JSON in a file; RecordError names the file."""
-    try:
-        return _loads(path.read_text(), str(path))
-    except FileNotFoundError as error:
-        raise RecordError("missing", f"{path} does not exist") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordError("record", f"{path} cannot be read as JSON: {error}") from error
-
-
 def save_record(record: RunRecord, path: Path) -> None:
     """Write a record so that a reader sees the old file or the new one, never a part."""
     write_atomically(path, json.dumps(to_data(record), allow_nan=False) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write to a neighbour file, flush it to the disk, rename it over `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 import jsonschema
 import pytest
 
-from suites.perf import run_record
+from suites.perf import files, run_record
 from suites.perf.codec import from_data, to_data
 from suites.perf.errors import RecordError
 from suites.perf.planted import bench_records
@@ -131,14 +131,14 @@ def test_codec_refuses_what_it_cannot_place(data, named):
 
 def test_interrupted_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     path = tmp_path / "run.json"
-    run_record.write_atomically(path, "old")
+    files.write_atomically(path, "old")
 
     def lost_power(_):
         raise OSError("lost power")
 
-    monkeypatch.setattr(run_record.os, "fsync", lost_power)
+    monkeypatch.setattr(files.os, "fsync", lost_power)
     with pytest.raises(OSError, match="lost power"):
-        run_record.write_atomically(path, "new")
+        files.write_atomically(path, "new")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
 
