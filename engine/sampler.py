@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +13,6 @@ from engine.errors import SparkproofError
 LOGPROBS_MAX = 20
 """Most alternatives that one position may report."""
 _NUCLEUS_FIRST = 1024
-"""Ids that are sorted first for top_p; the whole vocabulary is rarely needed."""
 
 
 class BrokenLogitsError(SparkproofError):
@@ -70,31 +70,47 @@ def choose(row: np.ndarray, sampling: Sampling, index: int) -> int:
     weights = np.exp(scaled)
     uniform = draw(sampling.seed, sampling.choice, index)
     if sampling.top_k == 0 and sampling.top_p == 1:
-        return _pick(np.arange(len(row)), weights, uniform)
-    order = _kept(row, weights, sampling)
-    return _pick(order, weights[order], uniform)
+        return _pick(range(len(row)), weights, uniform)
+    ids = _kept(row, weights, sampling)
+    return _pick(ids, weights[ids], uniform)
 
 
 def _kept(row: np.ndarray, weights: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Ids that top_k and top_p leave, highest first; the id that crosses top_p is the last."""
-    order = top(row, sampling.top_k or _NUCLEUS_FIRST)
-    if sampling.top_p == 1:
-        return order
-    mass = weights[order].sum() if sampling.top_k else weights.sum()
-    sums = np.cumsum(weights[order])
-    if not sampling.top_k and sums[-1] < sampling.top_p * mass:
-        order = top(row, len(row))
-        sums = np.cumsum(weights[order])
-    return order[: int(np.searchsorted(sums, sampling.top_p * mass, side="left")) + 1]
+    """Ids that top_k and top_p leave, ascending; the id that crosses top_p is the last of them."""
+    count = min(sampling.top_k or len(row), len(row))
+    if sampling.top_p < 1:
+        count = _nucleus(weights, count, sampling.top_p)
+    least = _highest(row, count).min()
+    above = np.flatnonzero(row > least)
+    equal = np.flatnonzero(row == least)[: count - len(above)]
+    return np.sort(np.concatenate([above, equal]))
 
 
-def _pick(ids: np.ndarray, weights: np.ndarray, uniform: float) -> int:
+def _nucleus(weights: np.ndarray, count: int, top_p: float) -> int:
+    """How many of the `count` highest weights it takes to reach top_p of their sum.
+
+    A few of them are tried first: sorting a whole vocabulary takes 10 ms, and is rarely needed.
+    """
+    wanted = top_p * (weights.sum() if count == len(weights) else _highest(weights, count).sum())
+    for width in (min(count, _NUCLEUS_FIRST), count):
+        sums = np.cumsum(np.sort(_highest(weights, width))[::-1])
+        if sums[-1] >= wanted:
+            break
+    return min(count, int(np.searchsorted(sums, wanted, side="left")) + 1)
+
+
+def _highest(values: np.ndarray, count: int) -> np.ndarray:
+    return np.partition(values, len(values) - count)[len(values) - count :]
+
+
+def _pick(ids: Sequence[int] | np.ndarray, weights: np.ndarray, uniform: float) -> int:
     """The id in whose share of the summed weights `uniform` in [0, 1) falls."""
     sums = np.cumsum(weights)
     place = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
-    # uniform * sum may round up to the sum itself; then the last id with any weight is meant.
-    last = int(np.flatnonzero(weights)[-1])
-    return int(ids[min(place, last)])
+    if place == len(ids):
+        # uniform * sum has rounded up to the sum itself: the last id with any weight is meant.
+        place = int(np.flatnonzero(weights)[-1])
+    return int(ids[place])
 
 
 def draw(seed: int, choice: int, index: int) -> float:
@@ -115,7 +131,7 @@ def top(values: np.ndarray, count: int) -> np.ndarray:
     count = min(count, len(values))
     if count == 0:
         return np.empty(0, dtype=np.int64)
-    least = np.partition(values, len(values) - count)[len(values) - count]
+    least = _highest(values, count).min()
     candidates = np.flatnonzero(values >= least)
     return candidates[np.argsort(-values[candidates], kind="stable")][:count]
 

@@ -70,10 +70,10 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(row, top_p):
     assert drawn <= set(order[: kept + 1])
 
 
-def test_top_p_over_a_wide_flat_vocabulary_sorts_everything():
+def test_top_p_over_a_flat_vocabulary_keeps_the_lowest_ids():
     row = np.zeros(5000, dtype=np.float32)
-    drawn = [choose(row, Sampling(top_p=0.9), index) for index in range(2000)]
-    assert max(drawn) < 4501 and max(drawn) > 4300
+    drawn = [choose(row, Sampling(top_p=0.9), index) for index in range(500)]
+    assert max(drawn) < 4501 and max(drawn) > 4200
 
 
 def test_frequencies_follow_the_tempered_distribution():

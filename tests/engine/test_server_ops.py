@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -15,18 +16,11 @@ import pytest
 from engine.errors import PeerLostError
 from fixtures.toy_core import ToyCore
 from tests.engine.serving import PAGE, SHAPE, alone, prompt
+from tests.engine.serving_child import Slow
 from tests.engine.web import Gated, events, serving, wait_until
 
 IDS = prompt(1, 20)
 LONG = {"prompt": list(IDS), "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-
-
-class Slow(ToyCore):
-    """Takes a moment per step, so that things can happen meanwhile."""
-
-    def step(self, sequences):
-        time.sleep(0.01)
-        return super().step(sequences)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -133,26 +127,12 @@ def test_a_fault_of_ours_is_a_500_in_the_same_shape(monkeypatch):
         assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
 
 
-SERVER = """
-import sys, time
-from pathlib import Path
-from engine.server import ServeOptions, serve
-from engine.recipe import Recipe
-from tests.engine.web import CONFIG
-from tests.engine.serving import SHAPE
-from tests.engine.test_server_ops import Slow
-core = Slow(**SHAPE)
-serve(core, CONFIG, Recipe(), port=0, on_ready=lambda url: print(url, flush=True),
-      options=ServeOptions(prefix_cache_disk=Path(sys.argv[1]), package_hash="toy",
-                           prefix_cache_memory_bytes=0))
-core.close()
-print("closed", flush=True)
-"""
-
-
 def start(directory):
     child = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(directory)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.engine.serving_child", str(directory)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
     )
     return child, child.stdout.readline().strip()
 

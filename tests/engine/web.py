@@ -15,13 +15,12 @@ import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from engine.chat import ChatFormat
-from engine.config import read_config
 from engine.recipe import Recipe
 from engine.server import ServeOptions, Service
 from fixtures.toy_core import ToyCore
 from tests.engine.serving import SHAPE
+from tests.engine.serving_child import CONFIG
 
-CONFIG = read_config(Path(__file__).parents[2] / "fixtures" / "goldens" / "mini")
 FORM = ChatFormat()
 BYTES = 256
 """Ids 0..255 of the test tokenizer are bytes (in its own order), then come special tokens."""
