@@ -1,0 +1,21 @@
+"""What can go wrong with a packing request: a malformed input, or buffers that do not fit."""
+
+from __future__ import annotations
+
+from engine.errors import SparkproofError, UsageError
+
+
+class PackingInputError(UsageError):
+    """A file, buffer or option that is malformed; the message names the place and the value."""
+
+
+class DoesNotFitError(SparkproofError):
+    """No placement within the capacity exists; this is proven, not merely not found."""
+
+    exit_code = 10
+
+
+class GaveUpError(SparkproofError):
+    """No placement within the capacity was found before the node budget or deadline ran out."""
+
+    exit_code = 11
