@@ -22,7 +22,8 @@ class Session(Protocol):
     def measure(self, cell: Cell, prompt_seed: int) -> Measurement:
         """One window of a cell on prompts drawn from `prompt_seed`.
 
-        Prompts must differ from their first token on where seeds differ. ArmError when the engine
+        Prompts must differ from their first token on where seeds differ, and each stream must bring
+        `cell.new_tokens` tokens (ask the server to ignore its end token). ArmError when the engine
         fails; TraceError is raised later, from the figures.
         """
         ...

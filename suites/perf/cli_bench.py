@@ -35,9 +35,12 @@ Exit codes:
 
 
 class Percent(click.ParamType):
-    """A fraction, written `2%` or `0.02`."""
+    """A fraction, written `2%` or `0.02`; above 0 and below `below`."""
 
     name = "percent"
+
+    def __init__(self, below: float) -> None:
+        self.below = below
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -49,8 +52,8 @@ class Percent(click.ParamType):
             fraction = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
         except ValueError:
             self.fail(f"{value!r}; a percentage such as 2% or 0.02 is accepted", param, ctx)
-        if not 0 < fraction < 0.5:
-            self.fail(f"{value!r}; above 0 and below 50% is accepted", param, ctx)
+        if not 0 < fraction < self.below:
+            self.fail(f"{value!r}; above 0 and below {self.below:.0%} is accepted", param, ctx)
         return fraction
 
 
@@ -65,7 +68,8 @@ class VerdictCommand(click.Command):
             raise
 
 
-PERCENT = Percent()
+PERCENT = Percent(below=0.5)
+TOLERANCE = Percent(below=1.0)
 FILE = click.Path(path_type=Path)
 
 
@@ -117,7 +121,7 @@ FILE = click.Path(path_type=Path)
 )
 @click.option(
     "--canary-tolerance",
-    type=PERCENT,
+    type=TOLERANCE,
     default="5%",
     show_default=True,
     help="How far the host's canaries may lie apart within a pair; wider on a host that"

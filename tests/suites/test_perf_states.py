@@ -17,7 +17,7 @@ from suites.perf.states import Canary, HostState, StartState, StateLimits
 CALM = settings(deadline=None, max_examples=50)
 LIMITS = StateLimits()
 HEALTHY = Canary(0.0, 240.0, 90_000.0, 2281.0, 2281.0, 60.0)
-SMALL = canaries.CanarySize(64, 64, 16, 2)
+SMALL = canaries.CanarySize(64, 64, 16, 2, 0.0)
 shares = st.floats(0.2, 1.5)
 
 
