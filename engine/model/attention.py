@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.config import FP8_BLOCK
 from engine.model.blocks import META, Lowering, index_scratch
 from engine.model.layout import packed_fp4
-from engine.tiling import FEW_ROWS, GEMM_ROWS
+from engine.tiling import FEW_ROWS, GEMM_ROWS, GEMM_WEIGHT_ITEMS
 
 
 def attention(low: Lowering, prefix: str, x: str, layer: int | None) -> str:
@@ -70,7 +70,11 @@ def attend(low: Lowering, name: str, q: str, window: str, layer: int | None) -> 
             "record": low.layout.entry_bytes,
         }
     out = b.updated(f"{name}.o", q)
-    b.op(f"{name}.attend", "attend", inputs, (out,), inplace=((q, out),), **params)
+    # Every window row of the step is decoded once, not once for each row that sees it.
+    decoded = b.temp(f"{name}.window64", "f64", "T", c.head_dim)
+    b.op(
+        f"{name}.attend", "attend", inputs, (out,), scratch=(decoded,), inplace=((q, out),), **params
+    )
     return out
 
 
@@ -91,9 +95,10 @@ def project_out(low: Lowering, name: str, o: str, table: str) -> str:
     grouped = b.temp(f"{name}.oa", "bf16", "T", width)
     group_width = c.heads_per_group * c.head_dim
     tile_rows = min(GEMM_ROWS, low.rows_max)
+    at_once = max(1, min(groups, GEMM_WEIGHT_ITEMS // (c.o_lora_rank * group_width)))
     scratch = [
         b.temp(f"{name}.oa.x64", "f64", max(tile_rows, FEW_ROWS * groups), group_width),
-        b.temp(f"{name}.oa.w64", "f64", c.o_lora_rank, group_width),
+        b.temp(f"{name}.oa.w64", "f64", at_once * c.o_lora_rank, group_width),
         b.temp(f"{name}.oa.y64", "f64", tile_rows, c.o_lora_rank),
     ]
     weights = [low.weight(f"{name}.wo_a.{s}") for s in ("weight", "scale")]

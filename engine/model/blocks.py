@@ -319,8 +319,9 @@ class Lowering:
         inner_tile = max(1, min(inner, GEMM_WEIGHT_ITEMS // width))
         down_tile = max(1, min(width, GEMM_WEIGHT_ITEMS // inner))
         weight_items = max(inner_tile * width, down_tile * inner)
-        if 3 * inner * width <= GEMM_WEIGHT_ITEMS:
-            weight_items = 3 * inner * width
+        whole = 3 * inner * width
+        # Two whole experts side by side, where they are small.
+        weight_items = max(weight_items, min(2, GEMM_WEIGHT_ITEMS // whole) * whole)
         scratch = [
             self.b.temp(f"{name}.offsets", "i32", owned[1] - owned[0] + 1),
             self.b.temp(f"{name}.slot_rows", "i32", slots),
@@ -332,6 +333,8 @@ class Lowering:
             self.b.temp(f"{name}.act", "bf16", max(tile_rows, few_slots), inner),
             self.b.temp(f"{name}.act_packed", "u8", max(tile_rows, few_slots), packed_fp8(inner)),
             self.b.temp(f"{name}.y64", "f64", tile_rows, down_tile),
+            # Where experts run side by side, the second one adds up here.
+            self.b.temp(f"{name}.second", "f64", rows if weight_items >= 2 * whole else 0, width),
         ]
         names = [f"{prefix}.experts.{p}.{s}" for p in ("w1", "w3", "w2") for s in ("weight", "scale")]
         params: dict[str, object] = {"expert0": owned[0], "limit": c.swiglu_limit}

@@ -12,12 +12,13 @@ import numpy as np
 from numba import njit
 
 from engine.ops.numeric import (
+    E2M1_PAIRS,
+    E4M3,
     FP4_FLOOR,
     FP4_KV_FLOOR,
     INVERSE_6,
     exp,
     from_bf16,
-    from_e2m1,
     from_e4m3,
     from_e8m0,
     kernel,
@@ -163,18 +164,18 @@ def decode_packed(row, width, out):
     for block in range((width + 31) // 32):
         scale = from_e8m0(row[width + block])
         for i in range(block * 32, min(width, block * 32 + 32)):
-            out[i] = np.float64(from_e4m3(row[i])) * scale
+            out[i] = E4M3[row[i]] * scale
 
 
 @njit(inline="always", cache=True)
 def decode_latent(pool, page, at, width, out):
     """One cached latent as float64."""
     for block in range(width // 16):
-        scale = np.float64(from_e4m3(pool[page, at + width // 2 + block]))
+        scale = E4M3[pool[page, at + width // 2 + block]]
         for i in range(8):
             byte = pool[page, at + block * 8 + i]
-            out[block * 16 + 2 * i] = np.float64(from_e2m1(byte & np.uint8(15))) * scale
-            out[block * 16 + 2 * i + 1] = np.float64(from_e2m1(byte >> np.uint8(4))) * scale
+            out[block * 16 + 2 * i] = E2M1_PAIRS[byte, 0] * scale
+            out[block * 16 + 2 * i + 1] = E2M1_PAIRS[byte, 1] * scale
 
 
 @njit(nogil=True, cache=True)
@@ -194,7 +195,7 @@ def gather_window(t, seq, position, fresh, first_row, start, slot, ring, window,
     else:
         rows = range(first + max(0, oldest - start), t + 1)
     for row in rows:
-        decode_packed(fresh[row], width, keys[count])
+        keys[count] = fresh[row]
         count += 1
     return count
 
@@ -213,54 +214,19 @@ def gather_selected(t, seq, selected, pages, pool, base, per_page, record, keys,
     return count
 
 
-@njit(inline="always", cache=True)
-def key_logits(q, keys, count, scale, logits):
-    """logits[j] = scale * q . keys[j], four keys at a time so that q is loaded once for them."""
-    for j in range(0, count - 3, 4):
-        s0, s1, s2, s3 = 0.0, 0.0, 0.0, 0.0
-        for i in range(q.shape[0]):
-            x = q[i]
-            s0 += x * keys[j, i]
-            s1 += x * keys[j + 1, i]
-            s2 += x * keys[j + 2, i]
-            s3 += x * keys[j + 3, i]
-        logits[j], logits[j + 1] = s0 * scale, s1 * scale
-        logits[j + 2], logits[j + 3] = s2 * scale, s3 * scale
-    for j in range(count // 4 * 4, count):
-        s = 0.0
-        for i in range(q.shape[0]):
-            s += q[i] * keys[j, i]
-        logits[j] = s * scale
-
-
-@njit(inline="always", cache=True)
-def add_values(keys, shares, count, out):
-    """out = sum over j of shares[j] * keys[j], four keys at a time."""
-    for i in range(out.shape[0]):
-        out[i] = 0.0
-    for j in range(0, count - 3, 4):
-        a, b, c, d = shares[j], shares[j + 1], shares[j + 2], shares[j + 3]
-        for i in range(out.shape[0]):
-            out[i] += a * keys[j, i] + b * keys[j + 1, i] + c * keys[j + 2, i] + d * keys[j + 3, i]
-    for j in range(count // 4 * 4, count):
-        for i in range(out.shape[0]):
-            out[i] += shares[j] * keys[j, i]
-
-
 @kernel
-def softmax_head(q, keys, count, sink, scale, logits, out):
-    """Softmax of one head with a sink in the denominator; out float64 [width], zeros if no key."""
-    key_logits(q, keys, count, scale, logits)
-    largest = np.float64(sink)
-    for j in range(count):
-        largest = max(largest, logits[j])
-    total = exp(np.float64(sink) - largest)
-    for j in range(count):
-        logits[j] = exp(logits[j] - largest)
-        total += logits[j]
-    add_values(keys, logits, count, out)
-    for i in range(out.shape[0]):
-        out[i] /= total
+def softmax_rows(sink, count, scale, logits, totals):
+    """logits [heads, >= count] become exp(scale * logits - largest), totals their sum and the sink's."""
+    for head in range(logits.shape[0]):
+        largest = np.float64(sink[head])
+        for j in range(count):
+            logits[head, j] *= scale
+            largest = max(largest, logits[head, j])
+        total = exp(np.float64(sink[head]) - largest)
+        for j in range(count):
+            logits[head, j] = exp(logits[head, j] - largest)
+            total += logits[head, j]
+        totals[head] = total
 
 
 @kernel
@@ -268,24 +234,29 @@ def attend_rows(first, past, q, fresh, ring, selected, pages, pool, sink, positi
                 first_row, start, slots, window, whole, base, per_page, record, out):
     """Attention of this rank's heads; q and out bf16 [rows, heads x width].
 
-    fresh   packed window rows of this step; ring [slots, size, packed] those before it
+    fresh   window rows of this step as float64; ring [slots, size, packed] those before it
     selected int32 [rows, k] entries of the compressed cache, -1 ends a row
     """
-    width = q.shape[1] // sink.shape[0]
+    heads = sink.shape[0]
+    width = q.shape[1] // heads
     most = window + selected.shape[1] + (fresh.shape[0] if whole else 0)
     keys = np.empty((most, width), dtype=np.float64)
-    logits = np.empty(most, dtype=np.float64)
-    query = np.empty(width, dtype=np.float64)
-    result = np.empty(width, dtype=np.float64)
+    space = np.empty(heads * most, dtype=np.float64)
+    query = np.empty((heads, width), dtype=np.float64)
+    result = np.empty((heads, width), dtype=np.float64)
+    totals = np.empty(heads, dtype=np.float64)
     scale = 1.0 / math.sqrt(width)
     for t in range(first, past):
         seq = seq_of[t]
         count = gather_window(t, seq, positions[t], fresh, first_row, start[seq], slots[seq],
                               ring, window, whole, keys)
         count = gather_selected(t, seq, selected, pages, pool, base, per_page, record, keys, count)
-        for head in range(sink.shape[0]):
+        for i in range(heads * width):
+            query[i // width, i % width] = from_bf16(q[t, i])
+        logits = space[: heads * count].reshape(heads, count)
+        np.dot(query, keys[:count].T, logits)
+        softmax_rows(sink, count, scale, logits, totals)
+        np.dot(logits, keys[:count], result)
+        for head in range(heads):
             for i in range(width):
-                query[i] = from_bf16(q[t, head * width + i])
-            softmax_head(query, keys, count, sink[head], scale, logits, result)
-            for i in range(width):
-                out[t, head * width + i] = to_bf16(result[i])
+                out[t, head * width + i] = to_bf16(result[head, i] / totals[head])

@@ -11,13 +11,12 @@ import numpy as np
 from numba import njit
 
 from engine.ops.numeric import (
+    E4M3,
     FP8_FLOOR,
     FP8_LARGEST,
     INVERSE_448,
     bits_f32,
-    f32_bits,
     from_bf16,
-    from_e4m3,
     from_e8m0,
     kernel,
     scale_code,
@@ -89,15 +88,17 @@ def rope_rows(first, past, x, table, table_first, width, inverse, out):
 @njit(inline="always", cache=True)
 def pack_block(x, t, start, count, out, code_at, scale_at):
     """FP8 round trip of up to 32 bf16 channels: codes and the E8M0 scale."""
-    largest = FP8_FLOOR
+    # Magnitudes of bf16 order as their bits do.
+    bits = np.uint32(0)
     for i in range(count):
-        largest = max(largest, bits_f32(f32_bits(np.float32(from_bf16(x[t, start + i])))
-                                        & np.uint32(0x7FFFFFFF)))
+        bits = max(bits, np.uint32(x[t, start + i]) & np.uint32(0x7FFF))
+    largest = max(FP8_FLOOR, bits_f32(bits << np.uint32(16)))
     code = scale_code(np.float32(largest * INVERSE_448))
     inverse = np.float32(from_e8m0(np.int64(254) - np.int64(code)))
     for i in range(count):
-        value = np.float32(from_bf16(x[t, start + i])) * inverse
-        value = min(max(value, -FP8_LARGEST), FP8_LARGEST)
+        value = bits_f32(np.uint32(x[t, start + i]) << np.uint32(16)) * inverse
+        value = FP8_LARGEST if value > FP8_LARGEST else value
+        value = -FP8_LARGEST if value < -FP8_LARGEST else value
         out[t, code_at + i] = to_e4m3(value)
     out[t, scale_at] = np.uint8(code)
 
@@ -119,7 +120,7 @@ def unpack_fp8_rows(first, past, packed, width, out):
         for block in range((width + 31) // 32):
             scale = from_e8m0(packed[t, width + block])
             for i in range(block * 32, min(width, block * 32 + 32)):
-                out[t, i] = np.float64(from_e4m3(packed[t, i])) * scale
+                out[t, i] = E4M3[packed[t, i]] * scale
 
 
 @kernel
@@ -141,7 +142,7 @@ def decode_fp8_weight(first, past, row0, shift, codes, scales, out):
         for block in range(scales.shape[1]):
             scale = from_e8m0(scales[(row0 + n + shift) // 32, block])
             for i in range(block * 32, min(width, block * 32 + 32)):
-                out[n, i] = np.float64(from_e4m3(codes[row0 + n, i])) * scale
+                out[n, i] = E4M3[codes[row0 + n, i]] * scale
 
 
 @kernel
@@ -194,7 +195,7 @@ def few_rows_fp8(first, past, x, shift, codes, scales, out):
         for block in range(scales.shape[1]):
             scale = from_e8m0(scales[(n + shift) // 32, block])
             for i in range(block * 32, min(width, block * 32 + 32)):
-                row[i] = np.float64(from_e4m3(codes[n, i])) * scale
+                row[i] = E4M3[codes[n, i]] * scale
         for t in range(x.shape[0]):
             out[t, n] = dot(x[t], row)
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from engine.ops.numeric import exp, from_bf16, from_e4m3, from_e8m0, kernel, to_bf16
+from engine.ops.numeric import E4M3, exp, from_bf16, from_e8m0, kernel, to_bf16
 
 
 @kernel
@@ -20,7 +20,7 @@ def lookup_rows(first, past, hashes, column0, row0, codes, scales, out):
         for bucket in range(out.shape[1] // width):
             row = hashes[t, column0 + bucket] - row0
             for i in range(width):
-                value = np.float64(from_e4m3(codes[row, i])) * from_e8m0(scales[row, i // 32])
+                value = E4M3[codes[row, i]] * from_e8m0(scales[row, i // 32])
                 out[t, bucket * width + i] = to_bf16(value)
 
 

@@ -8,10 +8,10 @@ import numpy as np
 from numba import njit
 
 from engine.ops.numeric import (
+    E2M1_PAIRS,
+    E4M3,
     exp,
     from_bf16,
-    from_e2m1,
-    from_e4m3,
     from_e8m0,
     kernel,
     round_bf16,
@@ -107,8 +107,8 @@ def decode_fp4_row(codes, scales, row):
         scale = from_e8m0(scales[block])
         for i in range(16):
             byte = codes[block * 16 + i]
-            row[block * 32 + 2 * i] = np.float64(from_e2m1(byte & np.uint8(15))) * scale
-            row[block * 32 + 2 * i + 1] = np.float64(from_e2m1(byte >> np.uint8(4))) * scale
+            row[block * 32 + 2 * i] = E2M1_PAIRS[byte, 0] * scale
+            row[block * 32 + 2 * i + 1] = E2M1_PAIRS[byte, 1] * scale
 
 
 @kernel
@@ -173,7 +173,7 @@ def unpack_slots(first, past, packed, rows, slot0, width, out):
         for block in range((width + 31) // 32):
             scale = from_e8m0(packed[t, width + block])
             for i in range(block * 32, min(width, block * 32 + 32)):
-                out[s, i] = np.float64(from_e4m3(packed[t, i])) * scale
+                out[s, i] = E4M3[packed[t, i]] * scale
 
 
 @kernel

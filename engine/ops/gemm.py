@@ -1,22 +1,31 @@
-"""Matrix products in float64 over tiles: packed operands are decoded, multiplied, rounded once."""
+"""Binds matrix products: packed operands are decoded, multiplied in float64, rounded once.
+
+Few rows take a weight row by row; many rows take decoded tiles of it, each thread its own rows.
+"""
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from engine.ir import Op
-from engine.ops import dense, experts
-from engine.ops.bind import Binding, Run, as_torch
-from engine.ops.rows import Workers
+from engine.ops import dense, experts, tiles
+from engine.ops.bind import Binding, Run
+from engine.ops.rows import Workers, least_rows
 from engine.tiling import FEW_ROWS, FEW_SLOTS
 
 _STORE = {"bf16": dense.store_bf16, "f32": dense.store_f32, "f64": dense.store_f64}
+PRODUCTS_PER_ITEM = 40
+"""Multiply-adds that take about as long as one item of element-wise work."""
 _NO_SCALES = np.zeros((1, 1), np.uint8)
 
 
 def _nothing() -> None:
     """An op without rows or columns on this rank."""
+
+
+def worth_rows(outputs: int, width: int) -> int:
+    """Rows of a product that are worth a thread of their own."""
+    return max(FEW_ROWS, least_rows(outputs * width // PRODUCTS_PER_ITEM))
 
 
 class _Operands:
@@ -44,76 +53,56 @@ class _Operands:
 def bind_linear(b: Binding, op: Op) -> Run:
     """out = x . w^T; x packed FP8 or bf16 rows, w FP8 or bf16."""
     o = _Operands(b, op)
-    rows, (outputs, width) = len(o.x), o.w.shape
+    rows, outputs = len(o.x), len(o.w)
     if rows == 0 or outputs == 0:
         return _nothing
-    shift = op.params["shift"]
-
-    if op.params["source"] == "packed":
-
-        def unpack(x: np.ndarray, x64: np.ndarray) -> None:
-            dense.unpack_fp8_rows(0, len(x), x, width, x64)
-    else:
-
-        def unpack(x: np.ndarray, x64: np.ndarray) -> None:
-            dense.unpack_bf16_rows(0, len(x), x, 0, x64)
-
     if rows <= FEW_ROWS:
-        return _few_linear(o, rows, shift, unpack)
-    return _tiled_linear(o, b.workers, rows, shift, unpack)
+        return _few_linear(o, rows, op.params["shift"])
+    return _tiled_linear(o, b.workers, rows, op.params["shift"])
 
 
-def _few_linear(o: _Operands, rows: int, shift: int, unpack) -> Run:
-    outputs, width = o.w.shape
+def _few_linear(o: _Operands, rows: int, shift: int) -> Run:
+    outputs = len(o.w)
     x64, step = o.x64[:rows], max(1, o.y64.size // rows)
-    run, few, store, w, scales, out = o.run, o.few, o.store, o.w, o.scales, o.out
+    run, few, store, x, out = o.run, o.few, o.store, o.x, o.out
     parts = []
     for n in range(0, outputs, step):
         count = min(step, outputs - n)
         # Rows of a weight start a scale block at multiples of 32 of `row + shift`.
         first_block = (n + shift) // 32
-        piece = scales[first_block:] if o.fp8 else scales
+        piece = o.scales[first_block:] if o.fp8 else o.scales
         moved = (n + shift) % 32
-        parts.append((n, count, w[n : n + count], piece, moved, o.view(o.y64, rows, count)))
+        parts.append((n, count, o.w[n : n + count], piece, moved, o.view(o.y64, rows, count)))
+    least = least_rows(o.w.shape[1])
 
     def go() -> None:
-        unpack(o.x, x64)
+        tiles.unpack(x, 0, x64)
         for n, count, w_part, s_part, moved, y in parts:
-            run(few, count, 256, x64, moved, w_part, s_part, y)
+            run(few, count, least, x64, moved, w_part, s_part, y)
             store(0, rows, y, out, n)
 
     return go
 
 
-def _tiled_linear(o: _Operands, workers: Workers, rows: int, shift: int, unpack) -> Run:
-    outputs, tile_outputs = len(o.w), len(o.w64)
+def _tiled_linear(o: _Operands, workers: Workers, rows: int, shift: int) -> Run:
+    (outputs, width), tile_outputs = o.w.shape, len(o.w64)
+    least = worth_rows(min(outputs, tile_outputs), width)
     tile = len(o.x64) // workers.threads
-    single = tile >= -(-rows // workers.threads)
 
     def go() -> None:
         for n in range(0, outputs, tile_outputs):
             count = min(tile_outputs, outputs - n)
-            workers.run(o.decode, count, 64, n, shift, o.w, o.scales, o.w64)
+            workers.run(o.decode, count, least_rows(width), n, shift, o.w, o.scales, o.w64)
+            w64 = o.w64[:count]
 
-            def part(index: int, first: int, past: int, n: int = n, count: int = count) -> None:
-                x64 = o.x64[index * tile : (index + 1) * tile]
-                y64 = o.y64.reshape(-1)[index * tile * count : (index + 1) * tile * count]
-                for r in range(first, past, tile):
-                    r_count = min(tile, past - r)
-                    if n == 0 or not single:
-                        unpack(o.x[r : r + r_count], x64[:r_count])
-                    y = y64[: r_count * count].reshape(r_count, count)
-                    multiply(x64[:r_count], o.w64[:count], y)
-                    o.store(0, r_count, y, o.out[r : r + r_count], n)
+            def part(index: int, first: int, past: int, n: int = n, w64=w64) -> None:
+                here = slice(index * tile, (index + 1) * tile)
+                y64 = o.view(o.y64.reshape(-1)[index * tile * len(w64) :], tile, len(w64))
+                tiles.multiply_rows(first, past, o.x, 0, w64, o.x64[here], y64, o.out, n)
 
-            workers.each(part, rows, FEW_ROWS)
+            workers.each(part, rows, least)
 
     return go
-
-
-def multiply(x: np.ndarray, w: np.ndarray, out: np.ndarray) -> None:
-    """out = x . w^T in float64, on this thread."""
-    torch.mm(as_torch(x), as_torch(w).T, out=as_torch(out))
 
 
 def bind_grouped_linear(b: Binding, op: Op) -> Run:
@@ -122,65 +111,70 @@ def bind_grouped_linear(b: Binding, op: Op) -> Run:
     groups, rows = op.params["groups"], len(o.x)
     if rows == 0 or groups == 0:
         return _nothing
-    outputs, width = len(o.w) // groups, o.w.shape[1]
     if rows <= FEW_ROWS:
-        x64 = o.view(o.x64, rows * groups, width)
-        x = o.x.reshape(rows * groups, width)
-        y = [o.view(o.y64, rows, outputs)] * groups
-
-        def few() -> None:
-            dense.unpack_bf16_rows(0, rows * groups, x, 0, x64)
-            for g in range(groups):
-                w = o.w[g * outputs : (g + 1) * outputs]
-                scales = o.scales[g * outputs // 32 :]
-                o.run(o.few, outputs, 256, x64[g::groups], 0, w, scales, y[g])
-                o.store(0, rows, y[g], o.out, g * outputs)
-
-        return few
-    workers = b.workers
+        return _few_grouped(o, rows, groups)
+    outputs, width = len(o.w) // groups, o.w.shape[1]
+    step = len(o.w64) // outputs
+    workers, least = b.workers, worth_rows(outputs * min(step, groups), width)
     tile = min(len(o.x64), len(o.y64)) // workers.threads
 
     def go() -> None:
-        for g in range(groups):
-            workers.run(o.decode, outputs, 64, g * outputs, 0, o.w, o.scales, o.w64)
+        for g in range(0, groups, step):
+            count, at = min(step, groups - g), g * outputs
+            rows_of = o.w64[: count * outputs]
+            workers.run(
+                o.decode, count * outputs, least_rows(width), at, 0, o.w, o.scales, rows_of
+            )
 
-            def part(index: int, first: int, past: int, g: int = g) -> None:
+            def part(index: int, first: int, past: int, g=g, rows_of=rows_of) -> None:
                 here = slice(index * tile, (index + 1) * tile)
-                x64, y64 = o.x64[here], o.y64[here]
-                for r in range(first, past, tile):
-                    count = min(tile, past - r)
-                    x = o.x[r : r + count]
-                    dense.unpack_bf16_rows(0, count, x, g * width, x64[:count])
-                    multiply(x64[:count], o.w64, y64[:count])
-                    o.store(0, count, y64[:count], o.out[r : r + count], g * outputs)
+                tiles.multiply_groups(
+                    first, past, o.x, g, outputs, rows_of, o.x64[here], o.y64[here], o.out
+                )
 
-            workers.each(part, rows, FEW_ROWS)
+            workers.each(part, rows, least)
+
+    return go
+
+
+def _few_grouped(o: _Operands, rows: int, groups: int) -> Run:
+    outputs, width = len(o.w) // groups, o.w.shape[1]
+    x64 = o.view(o.x64, rows * groups, width)
+    x, y = o.x.reshape(rows * groups, width), o.view(o.y64, rows, outputs)
+
+    def go() -> None:
+        dense.unpack_bf16_rows(0, rows * groups, x, 0, x64)
+        for g in range(groups):
+            w = o.w[g * outputs : (g + 1) * outputs]
+            o.run(o.few, outputs, least_rows(width), x64[g::groups], 0, w,
+                  o.scales[g * outputs // 32 :], y)
+            o.store(0, rows, y, o.out, g * outputs)
 
     return go
 
 
 class _Experts:
-    """The arrays of one expert op, and its two ways: few slots row by row, or GEMM tiles."""
+    """The arrays of one expert op, and its three ways.
+
+    few     row by row, for few slots
+    side by side, two experts at a time, where whole decoded weights fit into the scratch
+    tiled   weight tile by weight tile
+    """
 
     def __init__(self, b: Binding, op: Op) -> None:
         first, past = b.tile_of(op)
         packed, choice, weight = b.arrays(op.inputs[:3])
         self.packed, self.choice = packed[first:past], choice[first:past]
         self.weight = weight[first:past]
-        self.w1, self.s1, self.w3, self.s3, self.w2, self.s2 = b.arrays(op.inputs[3:])
+        self.weights = b.arrays(op.inputs[3:])
         (self.out,) = b.arrays(op.outputs)
-        names = "offsets slot_rows slot_weights x64 w64 g64 u64 act act_packed y64".split()
-        scratch = dict(zip(names, b.arrays(op.scratch), strict=True))
-        self.offsets, self.slot_rows = scratch["offsets"], scratch["slot_rows"]
-        self.slot_weights, self.x64, self.w64 = (
-            scratch["slot_weights"], scratch["x64"], scratch["w64"]
-        )
-        self.g64, self.u64, self.act = scratch["g64"], scratch["u64"], scratch["act"]
-        self.act_packed, self.y64 = scratch["act_packed"], scratch["y64"]
+        names = "offsets slot_rows slot_weights x64 w64 g64 u64 act act_packed y64 second".split()
+        for name, array in zip(names, b.arrays(op.scratch), strict=True):
+            setattr(self, name, array)
         self.expert0, self.limit = op.params["expert0"], op.params["limit"]
         self.rows, self.width = self.out.shape
         self.inner = self.g64.shape[1]
-        self.workers, self.run = b.workers, b.workers.run
+        self.workers = b.workers
 
     def go(self) -> None:
         """Sort the slots by expert and take the way that suits their number."""
@@ -191,97 +185,70 @@ class _Experts:
         slots = int(self.offsets[-1])
         if slots <= FEW_SLOTS and self.rows <= len(self.x64):
             self.few(slots)
+        elif self.w64.size >= 3 * self.inner * self.width:
+            self.side_by_side(slots)
         else:
-            self.out.fill(0)
-            for e in range(len(self.offsets) - 1):
-                self.many(e, int(self.offsets[e]), int(self.offsets[e + 1]))
+            self.tiled()
 
     def few(self, slots: int) -> None:
-        x64, act = self.x64[: self.rows], self.act[:slots]
+        x64, act, run = self.x64[: self.rows], self.act[:slots], self.workers.run
+        w1, s1, w3, s3, w2, s2 = self.weights
         dense.unpack_fp8_rows(0, self.rows, self.packed, self.width, x64)
-        self.run(
-            experts.few_gates, self.inner, 64, x64, self.slot_rows, self.slot_weights, self.offsets,
-            self.w1, self.s1, self.w3, self.s3, self.limit, act,
+        run(
+            experts.few_gates, self.inner, least_rows(self.width * 6), x64, self.slot_rows,
+            self.slot_weights, self.offsets, w1, s1, w3, s3, self.limit, act,
         )
         dense.pack_fp8_rows(0, slots, act, self.act_packed)
         a64 = self.g64.reshape(-1)[: slots * self.inner].reshape(slots, self.inner)
         dense.unpack_fp8_rows(0, slots, self.act_packed, self.inner, a64)
-        self.run(
-            experts.few_downs, self.width, 64, a64, self.slot_rows, self.offsets, self.w2, self.s2,
-            self.out,
+        run(
+            experts.few_downs, self.width, least_rows(self.inner * 3), a64, self.slot_rows,
+            self.offsets, w2, s2, self.out,
         )
 
-    def many(self, e: int, first: int, past: int) -> None:
-        """One expert's slots as GEMM tiles."""
-        if first == past:
-            return
-        size = self.inner * self.width
-        if self.w64.size >= 3 * size:
-            self.whole_expert(e, first, past, size)
-            return
-        tile = len(self.g64)
-        for s in range(first, past, tile):
-            self.tiled_expert(e, s, min(tile, past - s))
+    def side_by_side(self, slots: int) -> None:
+        """Threads take experts. Outputs are bf16 values added in float64, which is exact, so it
+        does not matter that a second thread adds up its own and the halves are added at the end."""
+        size, halves = 3 * self.inner * self.width, [self.out, self.second]
+        threads = min(self.workers.threads, 2, self.w64.size // size, len(self.second) // self.rows + 1)
+        cuts = np.searchsorted(self.offsets, np.linspace(0, slots, threads + 1)[1:-1])
+        borders = [0, *cuts.tolist(), len(self.offsets) - 1]
+        tile = len(self.g64) // threads
 
-    def whole_expert(self, e: int, first: int, past: int, size: int) -> None:
-        """All three weights are decoded at once, then threads take rows through all steps."""
-        w1 = self.w64[:size].reshape(self.inner, self.width)
-        w3 = self.w64[size : 2 * size].reshape(self.inner, self.width)
-        w2 = self.w64[2 * size : 3 * size].reshape(self.width, self.inner)
+        def work(index: int, _first: int, _past: int) -> None:
+            here = slice(index * tile, (index + 1) * tile)
+            scratch = (self.x64, self.g64, self.u64, self.act, self.act_packed)
+            y64 = self.y64.reshape(-1)[index * tile * self.width :]
+            tiles.run_experts(
+                borders[index], borders[index + 1], self.packed, self.slot_rows, self.slot_weights,
+                self.offsets, *self.weights, self.limit, self.w64[index * size : (index + 1) * size],
+                *(array[here] for array in scratch),
+                y64[: tile * self.width].reshape(tile, self.width), halves[index][: self.rows],
+            )
 
-        def decode(_: int, n: int, n_past: int) -> None:
-            experts.decode_fp4_weight(n, n_past, self.w1[e], self.s1[e], w1)
-            experts.decode_fp4_weight(n, n_past, self.w3[e], self.s3[e], w3)
-            share = self.width // self.inner + 1
-            down = n * share, min(n_past * share, self.width)
-            if down[0] < down[1]:
-                experts.decode_fp4_weight(*down, self.w2[e], self.s2[e], w2)
+        self.workers.each(work, threads, 1)
+        for half in halves[1:threads]:
+            self.out += half[: self.rows]
 
-        self.workers.each(decode, self.inner, 32)
-        tile = len(self.g64) // self.workers.threads
-
-        def part(index: int, start: int, stop: int) -> None:
-            for s in range(first + start, first + stop, tile):
-                self.slots(index * tile, s, min(tile, first + stop - s), w1, w3, w2)
-
-        self.workers.each(part, past - first, FEW_ROWS)
-
-    def slots(self, at: int, s: int, count: int, w1, w3, w2) -> None:
-        """Slots s.. through one expert, in the scratch rows from `at`."""
-        here = slice(at, at + count)
-        x64, g64, u64 = self.x64[here], self.g64[here], self.u64[here]
-        experts.unpack_slots(0, count, self.packed, self.slot_rows, s, self.width, x64)
-        multiply(x64, w1, g64)
-        multiply(x64, w3, u64)
-        self.activate(here, s, count)
-        y = self.y64.reshape(-1)[at * self.width : (at + count) * self.width]
-        y = y.reshape(count, self.width)
-        multiply(g64, w2, y)
-        experts.add_rounded(0, count, y, self.slot_rows, s, self.out)
-
-    def activate(self, here: slice, s: int, count: int) -> None:
-        """g64 becomes the quantised gated product of g64 and u64."""
-        g64, act, packed = self.g64[here], self.act[here], self.act_packed[here]
-        weights = self.slot_weights[s : s + count]
-        experts.gate_products(0, count, g64, self.u64[here], weights, self.limit, act)
-        dense.pack_fp8_rows(0, count, act, packed)
-        dense.unpack_fp8_rows(0, count, packed, self.inner, g64)
+    def tiled(self) -> None:
+        self.out.fill(0)
+        for e in range(len(self.offsets) - 1):
+            for s in range(self.offsets[e], self.offsets[e + 1], len(self.g64)):
+                self.tiled_expert(e, s, min(len(self.g64), self.offsets[e + 1] - s))
 
     def tiled_expert(self, e: int, s: int, count: int) -> None:
-        """For weights of which only a tile fits into the scratch."""
-        here = slice(0, count)
-        x64 = self.x64[here]
+        """Slots s.. of an expert of whose weights only tiles fit into the scratch."""
+        w1, s1, w3, s3, w2, s2 = self.weights
+        x64, g64, u64 = self.x64[:count], self.g64[:count], self.u64[:count]
         experts.unpack_slots(0, count, self.packed, self.slot_rows, s, self.width, x64)
-        self.product(x64, self.w1[e], self.s1[e], self.g64[here])
-        self.product(x64, self.w3[e], self.s3[e], self.u64[here])
-        self.activate(here, s, count)
+        self.product(x64, w1[e], s1[e], g64)
+        self.product(x64, w3[e], s3[e], u64)
+        tiles.activate(count, self.slot_weights[s:], self.limit, g64, u64, self.act, self.act_packed)
         step = self.y64.shape[1]
         for n in range(0, self.width, step):
             n_count = min(step, self.width - n)
             y = self.y64.reshape(-1)[: count * n_count].reshape(count, n_count)
-            self.product(
-                self.g64[here], self.w2[e, n : n + n_count], self.s2[e, n : n + n_count], y
-            )
+            self.product(g64, w2[e, n : n + n_count], s2[e, n : n + n_count], y)
             experts.add_rounded(0, count, y, self.slot_rows, s, self.out[:, n : n + n_count])
 
     def product(self, x64, codes, scales, out) -> None:
@@ -292,8 +259,8 @@ class _Experts:
             count = min(step, outputs - n)
             w64 = self.w64[: count * width].reshape(count, width)
             part = codes[n : n + count], scales[n : n + count]
-            self.run(experts.decode_fp4_weight, count, 64, *part, w64)
-            torch.mm(as_torch(x64), as_torch(w64).T, out=as_torch(out)[:, n : n + count])
+            self.workers.run(experts.decode_fp4_weight, count, least_rows(width), *part, w64)
+            np.matmul(x64, w64.T, out=out[:, n : n + count])
 
 
 def bind_experts(b: Binding, op: Op) -> Run:
@@ -301,6 +268,6 @@ def bind_experts(b: Binding, op: Op) -> Run:
     e = _Experts(b, op)
     if e.rows == 0:
         return _nothing
-    if len(e.w1) == 0:
+    if len(e.offsets) == 1:
         return lambda: e.out.fill(0)
     return e.go

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from engine.ops.numeric import from_bf16, from_e2m1, from_e8m0, kernel
+from engine.ops.numeric import E2M1_PAIRS_F32, from_bf16, from_e8m0, kernel
 
 
 @njit(inline="always", cache=True)
@@ -19,8 +19,8 @@ def decode_record(source, row, at, width, out):
         scale = np.float32(from_e8m0(source[row, at + width // 2 + block]))
         for i in range(16):
             byte = source[row, at + block * 16 + i]
-            out[block * 32 + 2 * i] = from_e2m1(byte & np.uint8(15)) * scale
-            out[block * 32 + 2 * i + 1] = from_e2m1(byte >> np.uint8(4)) * scale
+            out[block * 32 + 2 * i] = E2M1_PAIRS_F32[byte, 0] * scale
+            out[block * 32 + 2 * i + 1] = E2M1_PAIRS_F32[byte, 1] * scale
 
 
 @kernel

@@ -1,15 +1,25 @@
 """Running row-wise work with a fixed number of threads.
 
-Rows are independent, so how they are dealt to threads cannot move a bit. The tensor library runs
-single-threaded inside each part: its own threads would spin against these.
+Rows are independent, so how they are dealt to threads cannot move a bit. Matrix products
+run single-threaded inside each part: their own threads would spin against these.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
+from threadpoolctl import threadpool_limits
+
+
+WORTH_ITEMS = 2**16
+"""Items of element-wise work below which handing a part to another thread costs more than it saves."""
+
+
+def least_rows(items_per_row: int) -> int:
+    """Rows of a part that are worth a thread of their own."""
+    return max(1, WORTH_ITEMS // max(1, items_per_row))
 
 
 class Workers:
@@ -18,10 +28,10 @@ class Workers:
     def __init__(self, threads: int) -> None:
         assert threads >= 1, f"threads is {threads}"
         self.threads = threads
-        torch.set_num_threads(1)
-        self._pool = None
-        if threads > 1:
-            self._pool = ThreadPoolExecutor(threads - 1, initializer=torch.set_num_threads, initargs=(1,))
+        # Looked up first, so that the library the kernels call is loaded and can be limited.
+        importlib.import_module("scipy.linalg.cython_blas")
+        threadpool_limits(1, user_api="blas")
+        self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
     def parts(self, rows: int, least: int) -> list[tuple[int, int]]:
         """Half-open row ranges for the threads, each of at least `least` rows if there are more."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from engine.ir import Op
 from engine.ops import indexer
-from engine.ops.bind import Binding, Run, as_torch
+from engine.ops.bind import Binding, Run
+from engine.ops.tiles import select_tiles
 
 FEW_ROWS = 8
 
@@ -46,45 +46,19 @@ class _Select:
         """Row tiles of one sequence; later rows see more keys, so threads take turns."""
         threads = self.workers.threads
         tile = len(self.scratch[0]) // threads
-        starts = list(range(first, past, tile))
-
-        def part(index: int, _first: int, _past: int) -> None:
-            scratch = [_share(array, index, threads) for array in self.scratch]
-            for row0 in starts[index::threads]:
-                self.tile(scratch, row0, min(tile, past - row0))
-
-        if len(starts) < threads:
-            for row0 in starts:
-                self.tile(self.scratch, row0, min(tile, past - row0))
-        else:
-            self.workers.each(part, threads, 1)
-
-    def tile(self, scratch: list[np.ndarray], row0: int, rows: int) -> None:
+        turns = threads if past - first > tile else 1
         p = self.p
-        q32, k32, dots, best, kept, counts, tops, top_blocks, block_counts = scratch
-        heads, width = p["heads"], p["width"]
-        indexer.decode_queries(0, rows, self.packed[row0 : row0 + rows], width, q32)
-        counts.fill(0)
-        block_counts.fill(0)
-        pages = self.pages[self.seq_of[row0]]
-        visible = (int(self.positions[row0 + rows - 1]) + 1) // p["ratio"]
-        queries = as_torch(q32)[:rows].reshape(rows * heads, width)
-        step = len(k32) // p["block"] * p["block"]
-        for entry0 in range(0, visible, step):
-            entries = min(step, visible - entry0)
-            place = (p["base"], p["per_page"], p["record"], p["key_at"])
-            indexer.decode_keys(0, entries, entry0, pages, self.pool, *place, k32)
-            part = dots.reshape(-1)[: rows * heads * entries]
-            products = as_torch(part.reshape(rows * heads, entries))
-            torch.mm(queries, as_torch(k32)[:entries].T, out=products)
-            indexer.scan_tile(
-                0, rows, part.reshape(rows, heads, entries), self.weights, row0, p["factor"],
-                self.positions, p["ratio"], entry0, entries, p["block"], best, kept, counts, tops,
-                top_blocks, block_counts,
-            )
-        indexer.finish_rows(0, rows, kept, counts, row0, self.selected)
-        if self.blocks.shape[1]:
-            indexer.finish_rows(0, rows, top_blocks, block_counts, row0, self.blocks)
+        fixed = (
+            self.packed, p["heads"], p["width"], self.weights, p["factor"], self.positions,
+            p["ratio"], p["block"], self.pages[self.seq_of[first]], self.pool, p["base"],
+            p["per_page"], p["record"], p["key_at"],
+        )
+
+        def part(turn: int, _first: int, _past: int) -> None:
+            scratch = [_share(array, turn, threads) for array in self.scratch]
+            select_tiles(turn, turns, first, past, tile, *fixed, *scratch, self.blocks, self.selected)
+
+        self.workers.each(part, turns, 1)
 
 
 def _share(array: np.ndarray, index: int, threads: int) -> np.ndarray:

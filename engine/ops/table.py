@@ -5,28 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from engine.engram import bucket_primes, hash_ngrams
 from engine.ir import Op
-from engine.ops import attention, dense, engram, experts, hyper
-from engine.ops.bind import Binding, Run, as_torch, rope_frequencies
+from engine.ops import attention, dense, engram, experts, hyper, tiles
+from engine.ops.bind import Binding, Run, rope_frequencies
 from engine.ops.gemm import bind_experts, bind_grouped_linear, bind_linear
+from engine.ops.rows import least_rows
 from engine.ops.select import bind_select
 
 Binder = Callable[[Binding, Op], Run]
 
 
-def _rows_kernel(kernel, least: int = 64, extra: tuple[str, ...] = ()) -> Binder:
+def _rows_kernel(kernel, extra: tuple[str, ...] = ()) -> Binder:
     """A binder for kernel(first, past, *inputs, *extra parameters, *outputs)."""
 
     def bind(b: Binding, op: Op) -> Run:
         inputs, outputs = b.arrays(op.inputs), b.arrays(op.outputs)
         args = (*inputs, *(op.params[name] for name in extra), *outputs)
         rows, run = len(outputs[0]), b.workers.run
+        least = least_rows(_items(inputs[0]))
         return lambda: run(kernel, rows, least, *args)
 
     return bind
+
+
+def _items(array: np.ndarray) -> int:
+    """Items of a row."""
+    return int(np.prod(array.shape[1:]))
 
 
 def _bind_embed(b: Binding, op: Op) -> Run:
@@ -56,7 +62,8 @@ def _bind_rope(b: Binding, op: Op) -> Run:
     table_first = b.rows_of(op)[0]
     args = (x, table, table_first, op.params["width"], op.params["inverse"], out)
     rows, run = len(x), b.workers.run
-    return lambda: run(dense.rope_rows, rows, 64, *args)
+    least = least_rows(_items(x))
+    return lambda: run(dense.rope_rows, rows, least, *args)
 
 
 def _bind_mixes(b: Binding, op: Op) -> Run:
@@ -68,18 +75,11 @@ def _bind_mixes(b: Binding, op: Op) -> Run:
     tile = len(flat) // workers.threads
 
     def part(index: int, first: int, past: int) -> None:
-        at = index * tile
-        for row in range(first, past, tile):
-            count = min(tile, past - row)
-            here = slice(at, at + count)
-            hyper.stream_rows(0, count, h[row : row + count], p["eps"], flat[here], factors[here])
-            torch.mm(
-                as_torch(flat[here]), as_torch(fn64).T, out=as_torch(products[here])
-            )
-            hyper.mix_rows(
-                0, count, products[here], factors[here], scale, base, p["hc_eps"], p["rounds"],
-                combs[index], out[row : row + count],
-            )
+        here = slice(index * tile, (index + 1) * tile)
+        tiles.mix_tiles(
+            first, past, h, fn64, scale, base, p["eps"], p["hc_eps"], p["rounds"],
+            flat[here], products[here], factors[here], combs[index], out,
+        )
 
     def go() -> None:
         fn64[...] = fn
@@ -102,14 +102,15 @@ def _bind_stream_mean(b: Binding, op: Op) -> Run:
 def _bind_gate(b: Binding, op: Op) -> Run:
     (gate, up), (out,) = b.arrays(op.inputs), b.arrays(op.outputs)
     limit, run = op.params["limit"], b.workers.run
-    return lambda: run(experts.gate_rows, len(out), 64, gate, up, limit, out)
+    least = least_rows(8 * _items(out))
+    return lambda: run(experts.gate_rows, len(out), least, gate, up, limit, out)
 
 
 def _bind_route(b: Binding, op: Op) -> Run:
     (logits, bias), (choice, weight) = b.arrays(op.inputs), b.arrays(op.outputs)
     scaling, run = op.params["scaling"], b.workers.run
     args = (logits, bias, scaling, choice, weight)
-    return lambda: run(experts.route_rows, len(logits), 64, *args)
+    return lambda: run(experts.route_rows, len(logits), 512, *args)
 
 
 def _bind_attend(b: Binding, op: Op) -> Run:
@@ -123,7 +124,8 @@ def _bind_attend(b: Binding, op: Op) -> Run:
     else:
         pool, selected = np.zeros((1, 1), np.uint8), np.zeros((len(q), 0), np.int32)
         place = (0, 1, 1)
-    args = (q, fresh, ring, selected, pages, pool, sink, positions, seq_of, first_row, start, slots)
+    (decoded,) = b.arrays(op.scratch)
+    args = (q, decoded, ring, selected, pages, pool, sink, positions, seq_of, first_row, start, slots)
     args += (p["window"], p["whole"], *place, out)
     run, rows = b.workers.run, len(q)
     if sink.size == 0:
@@ -134,7 +136,7 @@ def _bind_attend(b: Binding, op: Op) -> Run:
 def _bind_pack_fp4(b: Binding, op: Op) -> Run:
     (x,), (out,) = b.arrays(op.inputs), b.arrays(op.outputs)
     width, run = op.params["width"], b.workers.run
-    return lambda: run(attention.pack_fp4_heads, len(x), 64, x, width, out)
+    return lambda: run(attention.pack_fp4_heads, len(x), 128, x, width, out)
 
 
 def _bind_write_entries(b: Binding, op: Op) -> Run:
@@ -147,9 +149,10 @@ def _bind_write_entries(b: Binding, op: Op) -> Run:
 def _bind_pool(b: Binding, op: Op) -> Run:
     kv, score, tail, positions, seq_of, first_row, start, slots = b.arrays(op.inputs)
     (out,) = b.arrays(op.outputs)
-    ratio = op.params["ratio"]
+    ratio, run = op.params["ratio"], b.workers.run
     args = (kv, score, positions, seq_of, first_row, start, slots, ratio, tail, out)
-    return lambda: attention.pool_groups(0, len(out), *args)
+    least = least_rows(8 * _items(out))
+    return lambda: run(attention.pool_groups, len(out), least, *args)
 
 
 def _bind_write_tail(b: Binding, op: Op) -> Run:
