@@ -179,7 +179,7 @@ def _graph(name: str, temporaries: Sequence[Temporary], graph: Graph | None) -> 
     yield f"temporaries: {len(own)}, and {len(temporaries) - len(own)} aliases"
     yield f"bytes without reuse: {sum(t.nbytes for t in own):,}"
     yield f"highest byte: {top:,}"
-    at, live, late = _peak(temporaries, graph)
+    at, live, late = peak_of(temporaries, graph)
     when = f", with stream {late} as late as the waits allow" if late else ""
     yield f"live at the peak: {sum(t.nbytes for t in live):,} bytes in {len(live)} buffers"
     yield f"the peak is at: {_op(at, graph)}{when}"
@@ -191,10 +191,10 @@ def _graph(name: str, temporaries: Sequence[Temporary], graph: Graph | None) -> 
         yield f"{sum(t.nbytes for t in rest):>14,}  in {len(rest)} smaller ones"
 
 
-def _peak(
+def peak_of(
     temporaries: Sequence[Temporary], graph: Graph | None
 ) -> tuple[int, list[Temporary], str]:
-    """Op, live buffers and late stream of the peak, by the graph where there is one."""
+    """Op, live buffers and held back stream of the peak, by the graph where there is one."""
     moment = busiest_moment(Oracle(graph)) if graph else None
     if moment is None:
         return *live_at_peak(temporaries), ""

@@ -9,6 +9,7 @@ import pytest
 from engine.ir import Graph, Op, Tensor
 from engine.memmap import Allocation, MemoryMap, RankMap, Temporary
 from suites.memory.diff import diff_maps, diff_text, signed_mib
+from suites.memory.draw_text import SHADES, draw_map
 from suites.memory.folding import folded, pattern_of
 from suites.memory.lifetimes import Oracle
 from suites.memory.peak import busiest_moment
@@ -238,3 +239,44 @@ def test_long_lists_are_counted_not_cut_silently():
 )
 def test_small_sizes_are_not_rounded_away(size, text):
     assert signed_mib(size) == text
+
+
+# The drawing for terminals
+
+
+def drawn(*temporaries: Temporary, rows: int = 4) -> list[str]:
+    rank = RankMap(0, (arena(4 * MIB),), temporaries)
+    text = draw_map(whole(rank), rows=rows, columns=8)
+    return [line.split("|")[1] for line in text.splitlines() if "|" in line]
+
+
+def test_a_drawing_has_addresses_upwards_and_ops_to_the_right():
+    assert drawn(
+        temporary("a", MIB, 0, 0, 1),
+        temporary("b", 2 * MIB, MIB, 1, 2),
+        temporary("c", MIB, 3 * MIB, 3, 3),
+    ) == ["      @@", "  @@@@  ", "  @@@@  ", "@@@@    "]
+
+
+def test_half_a_cell_is_shaded_half():
+    (row,) = drawn(temporary("a", MIB, 0, 0, 3), temporary("b", MIB, MIB, 0, 0), rows=1)
+    assert row == "@@++++++".replace("+", SHADES[4])
+
+
+def test_bytes_claimed_twice_are_drawn_as_such():
+    assert drawn(temporary("a", MIB, 0, 0, 1), temporary("b", MIB, 0, 1, 2), rows=1) == ["@@!!@@"]
+
+
+def test_aliases_are_not_drawn_twice():
+    rows = drawn(temporary("a", MIB, 0, 0, 1), temporary("v", MIB, 0, 0, 1, alias_of="a"), rows=1)
+    assert rows == ["@@@@"]
+
+
+def test_a_long_graph_fits_the_columns():
+    rank = RankMap(0, (), tuple(temporary(str(n), MIB, 0, n, n) for n in range(0, 9000, 2)))
+    lines = draw_map(whole(rank), rows=2, columns=40).splitlines()
+    assert {len(line) for line in lines if "|" in line} == {14 + 40}
+
+
+def test_a_graph_without_bytes_is_said_to_have_none():
+    assert "  no bytes" in draw_map(whole(RankMap(0, (), (temporary("e", 0, 0, 0, 1),))))
