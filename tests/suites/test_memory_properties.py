@@ -20,7 +20,7 @@ from suites.memory.lifetimes import Oracle
 from suites.memory.overlap import Spans, overlap_plain, overlap_sweep
 
 QUICK = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 
 
@@ -125,7 +125,7 @@ def spans(draw) -> Spans:
     )
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=150, deadline=None, database=None)
 @given(spans())
 def test_both_overlap_implementations_agree_by_op_index(given_spans):
     assert overlap_sweep(given_spans) == overlap_plain(given_spans)
@@ -222,7 +222,7 @@ def test_planned_bytes_survive_every_schedule_tried(graph, strategy, data):
     assert not is_corrupted(graph, planned(graph, strategy), [order])
 
 
-@settings(parent=QUICK, max_examples=150)
+@settings(parent=QUICK, max_examples=80)
 @given(graphs(), eagernesses(), st.data())
 def test_an_eager_planner_is_caught_whenever_it_corrupts(graph, eagerness, data):
     rank = eager_map(graph, eagerness)
