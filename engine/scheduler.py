@@ -40,6 +40,9 @@ class Scheduler:
     A sequence that waits is admitted in order of arrival, never overtaken. When pages run out
     the youngest sequence goes back to the head of the queue and later parts its ids again;
     nothing that was delivered changes.
+
+    prefill_chunk    ids of a step that has prompt ids in it, at most
+    history_tokens   ids before a step's first that the model's n-grams need
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Scheduler:
         policy: str = "throughput",
         max_concurrency: int | None = None,
         draft_tokens: int | None = None,
+        prefill_chunk: int | None = None,
         history_tokens: int = 8,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -69,6 +73,8 @@ class Scheduler:
         self._prefix = prefix or PrefixCache(core, self._pool)
         self._policy = policy
         self._draft_tokens = drafts
+        self._prefill_chunk = min(prefill_chunk or 2**31, core.tokens_per_step_max)
+        self._prompts_turn = False
         self._history_tokens = history_tokens
         self._clock = clock
         self._slots = list(range(slots - 1, -1, -1))
@@ -160,7 +166,7 @@ class Scheduler:
                 f"{len(rows)} rows came, {len(part.rows)} were asked"
             )
             self._absorb(part, rows)
-        self._draft()
+        self._draft([part.sequence for part in parts])
         decode = all(part.known == 1 for part in parts)
         tokens = sum(part.known + len(part.drafts) for part in parts)
         return StepReport("decode" if decode else "prefill", tokens, len(parts))
@@ -255,18 +261,35 @@ class Scheduler:
     # Planning one step
 
     def _plan(self) -> list[Part]:
-        ready = [s for s in self._running if s.left == 1]
-        for sequence in ready:
-            while sequence.slot is not None and not self._grow(sequence, len(sequence.ids)):
-                self._preempt(self._running[-1])
-        ready = [s for s in ready if s.slot is not None]
-        budget = self._core.tokens_per_step_max - len(ready)
+        """What the next step runs: everyone's newest id, then as much of prompts as fits.
+
+        A step with prompt ids holds at most `prefill_chunk` ids in all, of which drafts get what
+        half of the room allows. If that is no room at all, prompts and the others take turns.
+        """
+        ready = self._ready()
+        prompts = any(s.left > 1 for s in self._running)
+        room = (self._prefill_chunk if prompts else self._core.tokens_per_step_max) - len(ready)
+        if prompts and room < 1:
+            self._prompts_turn = not self._prompts_turn
+            if self._prompts_turn:
+                return self._plan_prefill(self._prefill_chunk, others_decode=True)
+            prompts, room = False, self._core.tokens_per_step_max - len(ready)
+        budget = room // 2 if prompts else room
         parts = []
         for sequence in ready:
             drafts = self._affordable_drafts(sequence, budget)
             budget -= len(drafts)
+            room -= len(drafts)
             parts.append(self._part(sequence, 1, drafts))
-        return parts + self._plan_prefill(budget, bool(ready))
+        return parts + self._plan_prefill(room, bool(ready)) if prompts else parts
+
+    def _ready(self) -> list[Sequence]:
+        """Sequences with one id left to run, all with a page for it; the youngest make room."""
+        ready = [s for s in self._running if s.left == 1]
+        for sequence in ready:
+            while sequence.slot is not None and not self._grow(sequence, len(sequence.ids)):
+                self._preempt(self._running[-1])
+        return [s for s in ready if s.slot is not None]
 
     def _affordable_drafts(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
         """As many drafts as the step and the free pages allow; nobody is preempted for them."""
@@ -356,9 +379,10 @@ class Scheduler:
             if self._prefix.wants_window(key):
                 self._prefix.add_window(key, self._core.export_window(sequence.slot))
 
-    def _draft(self) -> None:
-        """Ask for drafts of every sequence whose next step could use them."""
-        sequences = [s for s in self._running if s.left == 1 and self._drafts_useful(s) > 0]
+    def _draft(self, stepped: list[Sequence]) -> None:
+        """Ask for drafts of those that have just run and whose next step could use some."""
+        alive = [s for s in stepped if s.slot is not None and s.left == 1]
+        sequences = [s for s in alive if self._drafts_useful(s) > 0]
         if not sequences:
             return
         asked = [DraftStep(s.slot, s.computed - 1, s.ids[-1]) for s in sequences]

@@ -138,6 +138,7 @@ class Service:
             policy=options.scheduler_policy,
             max_concurrency=options.max_concurrency,
             draft_tokens=options.draft_tokens,
+            prefill_chunk=recipe.prefill_chunk,
             history_tokens=max(1, config.engram_max_ngram_size - 1),
         )
         self.metrics = Metrics()

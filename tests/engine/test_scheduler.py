@@ -42,12 +42,16 @@ def outputs(scheduler):
         ({"draft_tokens": 4}, {}),
         ({"draft_tokens": 4, "draft_skill": 0.0}, {}),
         ({"draft_tokens": 4, "draft_skill": 1.0}, {"draft_tokens": 2}),
+        ({"slots": 6, "prefill_rows_max": 1}, {"prefill_chunk": 1}),
+        ({"slots": 6, "prefill_rows_max": 3, "draft_tokens": 4}, {"prefill_chunk": 3}),
+        ({"slots": 6, "prefill_rows_max": 16, "draft_tokens": 4}, {"prefill_chunk": 16}),
         ({"draft_tokens": 7, "pages": 11, "tokens_per_step_max": 12}, {"limit_bytes": 10**6}),
     ],
 )
 def test_every_way_to_serve_gives_the_tokens_of_each_request_alone(core, options):
     scheduler = build(ToyCore(**{**SHAPE, **core}), **options)
     assert outputs(scheduler) == [alone(*case) for case in CASES]
+    assert scheduler.stats.generation_tokens == sum(len(alone(*case)) for case in CASES)
     if options.get("limit_bytes"):
         assert outputs(scheduler) == [alone(*case) for case in CASES]  # now with hits
 
@@ -132,6 +136,21 @@ def test_latency_bounds_the_prompt_ids_of_a_step_and_shares_them():
     scheduler.step()
     sizes = sorted(len(s.ids) for s in core.seen[-1])
     assert sizes == [1, LATENCY_CHUNK_TOKENS // 2, LATENCY_CHUNK_TOKENS // 2]
+
+
+def test_a_chunk_smaller_than_the_batch_lets_prompts_and_answers_take_turns():
+    core = Watched(**{**SHAPE, "slots": 3, "prefill_rows_max": 2})
+    scheduler = build(core, prefill_chunk=2)
+    for seed in (1, 2):
+        scheduler.submit(ask(prompt(seed, 3), 60))
+    for _ in range(6):
+        scheduler.step()
+    long = scheduler.submit(ask(prompt(3, 21), 2))
+    while long.slot is None or long.left > 1:
+        scheduler.step()
+    ran = [sorted(s.start == 0 or s.start < 21 and s.slot == long.slot for s in step)
+           for step in core.seen[-20:]]  # fmt: skip
+    assert ran == [[True], [False, False]] * 10 or ran == [[False, False], [True]] * 10
 
 
 class Watched(ToyCore):

@@ -42,11 +42,13 @@ class Serving(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         limit_bytes=st.sampled_from((0, 700, 3000, 10**6)),
         with_disk=st.booleans(),
+        chunk=st.sampled_from((1, 2, 7, 100)),
     )
-    def start(self, core, policy, limit_bytes, with_disk):
+    def start(self, core, policy, limit_bytes, with_disk, chunk):
         self.shelf = Shelf() if with_disk else None
-        self.shape = {**SHAPE, **core}
-        self.options = {"policy": policy, "limit_bytes": limit_bytes}
+        chunk = min(chunk, core["tokens_per_step_max"])
+        self.shape = {**SHAPE, **core, "prefill_rows_max": chunk}
+        self.options = {"policy": policy, "limit_bytes": limit_bytes, "prefill_chunk": chunk}
         self.asked = []
         self.restart()
 
