@@ -17,7 +17,7 @@ import numpy as np
 
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.errors import CheckpointError, PackageError, SparkproofError
-from engine.fold import FOLD_NAME, fold_table
+from engine.folding import fold_map
 from engine.hostmem import check_floor, read_host_memory
 from engine.mapping import PlannedModel, Progress, plan_model
 from engine.meeting import Meeting
@@ -25,13 +25,17 @@ from engine.package_format import Manifest, RankContent, content_from_json, mani
 from engine.package_writer import RankWriter, copy_side_files
 from engine.recipe import Recipe
 
+TOKENIZER = "tokenizer.json"
 SIDE_FILES = (
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "generation_config.json",
     "chat_format.json",
 )
 """Files of a checkpoint that a server needs beside the weights, where there are any."""
+
+FOLD_NAME = "engram.fold"
+"""The Engram id of every token id, int32 [vocabulary], in every rank's file."""
 
 ReadMemory = Callable[[], int]
 
@@ -108,7 +112,8 @@ def constants_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     """The arrays that the exporter computes, as `make_manifest` declares them."""
     if not checkpoint.config.engram_layer_ids:
         return {}
-    return {FOLD_NAME: fold_table(checkpoint.config, checkpoint.directory)}
+    fold = fold_map(checkpoint.config, checkpoint.directory / TOKENIZER)
+    return {FOLD_NAME: fold.astype(np.int32)}
 
 
 def refuse_existing(directory: Path, overwrite: bool) -> None:

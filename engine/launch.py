@@ -21,6 +21,7 @@ import engine
 from engine.errors import PeerLostError, SparkproofError
 
 GRACE_S = 10.0
+_LAST_WORDS_S = 2.0
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.05
 
@@ -73,6 +74,9 @@ class LocalRanks:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, SparkproofError):
+            # The others hear of it over their links, and say more than that they were ended.
+            self._linger(_LAST_WORDS_S)
         self.end()
 
     @property
@@ -103,15 +107,23 @@ class LocalRanks:
         for process in processes:
             if process.poll() is None:
                 process.terminate()
-        deadline = time.monotonic() + (self._grace_s if grace_s is None else grace_s)
-        while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+                # One that is stopped takes no signal before it goes on.
+                process.send_signal(signal.SIGCONT)
+        self._linger(self._grace_s if grace_s is None else grace_s)
         for process in processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
         for reader in self._readers:
             reader.join(1.0)
+
+    def _linger(self, limit_s: float) -> None:
+        """Wait for all to end by themselves, at most so long."""
+        deadline = time.monotonic() + limit_s
+        while any(p.poll() is None for p in self._processes.values()):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_S)
 
     def _start(self, rank: int, command: Sequence[str]) -> None:
         root = str(Path(engine.__file__).resolve().parents[1])

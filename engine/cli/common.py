@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import click
@@ -58,6 +59,13 @@ def exit_codes_help() -> str:
     lines += ["", "\b", "Environment (any other variable with our prefixes is an error):"]
     lines += [f"  {name}  {meaning}" for name, meaning in ENVIRONMENT.items()]
     return "\n".join(lines)
+
+
+@dataclass
+class Grace:
+    """How long the command may take to end after SIGTERM; one that drains asks for more."""
+
+    seconds: float = END_GRACE_S
 
 
 class Terminated(BaseException):
@@ -114,9 +122,10 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> NoRet
 def outcome(command: click.Command, arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code."""
     try:
-        with end_on_sigterm():
+        grace = Grace()
+        with end_on_sigterm(grace):
             check_environment(os.environ)
-            result = command.main(arguments, command.name, standalone_mode=False)
+            result = command.main(arguments, command.name, standalone_mode=False, obj=grace)
             sys.stdout.flush()
             return result if isinstance(result, int) else 0
     except click.UsageError as error:
@@ -152,7 +161,7 @@ def _say(message: str, code: int) -> int:
 
 
 @contextlib.contextmanager
-def end_on_sigterm(grace_s: float = END_GRACE_S) -> Iterator[None]:
+def end_on_sigterm(grace: Grace) -> Iterator[None]:
     """Turn SIGTERM into `Terminated`, and cut the process off if that does not end it in time.
 
     Python runs a handler only between its own instructions; a main thread inside a collective
@@ -166,7 +175,7 @@ def end_on_sigterm(grace_s: float = END_GRACE_S) -> Iterator[None]:
     old_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     old_handler = signal.signal(signal.SIGTERM, _raise_terminated)
     done = threading.Event()
-    args = (reader, done, grace_s)
+    args = (reader, done, grace)
     threading.Thread(target=_cut_off_later, args=args, name="sigterm", daemon=True).start()
     try:
         yield
@@ -183,9 +192,9 @@ def _raise_terminated(number: int, frame: object) -> None:
     raise Terminated
 
 
-def _cut_off_later(reader: int, done: threading.Event, grace_s: float) -> None:
+def _cut_off_later(reader: int, done: threading.Event, grace: Grace) -> None:
     with open(reader, "rb", buffering=0) as numbers:
         while number := numbers.read(1):
-            if number[0] == signal.SIGTERM and not done.wait(grace_s):
-                print(f"error: still running {grace_s:g} s after SIGTERM", file=sys.stderr)
+            if number[0] == signal.SIGTERM and not done.wait(grace.seconds):
+                print(f"error: still running {grace.seconds:g} s after SIGTERM", file=sys.stderr)
                 os._exit(TERMINATED)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import click
 
 from engine.cli.common import Commands, exit_codes_help, run
 from engine.cli.inspect import inspect
+from engine.cli.serve import run as run_command
 from engine.package_format import code_version
 
 
@@ -19,6 +19,7 @@ def cli() -> None:
 
 
 cli.add_command(inspect)
+cli.add_command(run_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,4 +28,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

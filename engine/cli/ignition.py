@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from engine.cli.options import (
     check_rendezvous,
     device_of,
     find_secret,
+    free_address,
     gpus_option,
     local_option,
     meeting_options,
@@ -54,12 +54,6 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script."""
     run(cli, arguments)
-
-
-def free_address() -> str:
-    """An address on loopback that is free at this moment."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def default_output(checkpoint: Path, ranks: int) -> Path:

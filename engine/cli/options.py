@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+import socket
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -151,6 +152,12 @@ def check_rendezvous(rendezvous: str | None, ranks: int, local: bool) -> None:
         parse_address(rendezvous)
     elif ranks > 1 and not local:
         raise UsageError(f"{ranks} ranks need --rendezvous HOST:PORT, or --local")
+
+
+def free_address() -> str:
+    """An address on loopback that is free at this moment."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def find_secret(

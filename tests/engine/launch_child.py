@@ -22,6 +22,13 @@ def fail() -> None:
     sys.exit(5)
 
 
+def slowly() -> None:
+    """End a moment later, as a rank does that hears of a loss over its link."""
+    time.sleep(0.5)
+    print("error: rank 2 is gone", flush=True)
+    sys.exit(9)
+
+
 def sleep() -> None:
     """Stay until ended."""
     bind_to_parent(os.getppid())

@@ -80,11 +80,20 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace():
     assert 0.3 <= time.monotonic() - start < 3
 
 
-def test_a_stopped_rank_is_ended_as_well():
-    with local_ranks("sleep", grace_s=0.2) as ranks:
+def test_a_stopped_rank_is_ended_without_waiting_for_the_grace():
+    with local_ranks("sleep", grace_s=20) as ranks:
         pid = ranks.pids[1]
         os.kill(pid, signal.SIGSTOP)
+        start = time.monotonic()
     assert not alive(pid)
+    assert time.monotonic() - start < 10
+
+
+def test_after_an_error_ranks_are_given_time_to_say_their_own():
+    log = io.StringIO()
+    with pytest.raises(PeerLostError), local_ranks("slowly", log=log):
+        raise PeerLostError("rank 2 is gone")
+    assert "[rank 1] error: rank 2 is gone" in log.getvalue()
 
 
 def test_waiting_is_bounded():
