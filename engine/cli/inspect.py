@@ -29,12 +29,16 @@ CHECKERS = "suites.memory.commands"
 
 @dataclass(frozen=True)
 class Subject:
-    """What is inspected: a map document, and the package it came from if it did."""
+    """What is inspected: a map document, and the package it came from if it did.
+
+    untold: what a foreign dump does not tell, for the checks to repeat
+    """
 
     path: Path
     document: Mapping
-    header: PackageHeader | None
-    verified: bool
+    header: PackageHeader | None = None
+    verified: bool = False
+    untold: tuple = ()
 
     @property
     def memory_map(self) -> MemoryMap:
@@ -62,24 +66,24 @@ class Subject:
 
 
 def open_subject(path: Path, unverified: bool, journal: Journal) -> Subject:
-    """Read a package (its directory or model.safetensors) or a map's JSON file."""
+    """Read a package (its directory or model.safetensors), a map, or another engine's dump."""
     if path.is_dir() or path.name == file_name(0):
         directory = locate(path)
         if not unverified:
             verify_package(directory, journal.part("verify"))
         header = read_header(directory / file_name(0))
         return Subject(path, header.manifest.memory_map, header, not unverified)
-    try:
-        document = json.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(
-            f"{path} is neither a package (a directory or its {file_name(0)}) nor JSON: {error}"
-        ) from error
-    if not isinstance(document, dict):
-        raise UsageError(f"{path} holds {type(document).__name__}; a memory map is an object")
-    return Subject(path, document, None, True)
+    if not path.is_file():
+        raise UsageError(f"{path} does not exist; a package or a memory map is needed")
+    if path.suffix == ".json":
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} is not readable JSON: {error}") from error
+        if isinstance(document, dict) and str(document.get("version", "")).startswith("memmap/"):
+            return Subject(path, document)
+    document, untold = checkers().read(path)
+    return Subject(path, document, untold=tuple(untold))
 
 
 @click.command(epilog=exit_codes_help())
@@ -89,6 +93,7 @@ def open_subject(path: Path, unverified: bool, journal: Journal) -> Subject:
 @click.option("--diff", is_flag=True, help="Compare two maps; exit code 1 if they differ.")
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
 @click.option("--html", type=click.Path(path_type=Path), help="Draw the map into this file.")
+@click.option("--draw", is_flag=True, help="Draw address over time in characters.")
 @click.option("--rank", type=int, help="Details of this rank only.")
 @click.option("--unverified", is_flag=True, help="Do not hash the package's contents.")
 def inspect(
@@ -98,15 +103,17 @@ def inspect(
     diff: bool,
     as_json: bool,
     html: Path | None,
+    draw: bool,
     rank: int | None,
     unverified: bool,
 ) -> int:
     """Show, check, draw or compare packages and memory maps.
 
-    PATHS is one package (a directory or its model.safetensors) or map (JSON), or two for --diff.
+    PATHS is one package (a directory or its model.safetensors), map (JSON) or dump of another
+    engine (inspect JSON, torch snapshot pickle, MiniMalloc CSV), or two of them for --diff.
     """
-    if diff + check + (html is not None) > 1:
-        raise UsageError("--check, --diff and --html exclude each other")
+    if diff + check + draw + (html is not None) > 1:
+        raise UsageError("--check, --diff, --draw and --html exclude each other")
     wanted = 2 if diff else 1
     if len(paths) != wanted:
         raise UsageError(f"{len(paths)} paths given; {wanted} needed{' for --diff' * diff}")
@@ -121,6 +128,9 @@ def inspect(
         checkers().html(subject.document, subject.graphs, html)
         click.echo(f"{html}: memory map of {subject.path}")
         return 0
+    if draw:
+        click.echo(checkers().draw(subject.document))
+        return 0
     return _show(subject, memory_map or subject.header is None, as_json, rank)
 
 
@@ -132,19 +142,18 @@ def checkers() -> ModuleType:
 
 
 def _check(subject: Subject, as_json: bool) -> int:
-    code, found = checkers().check(subject.document, subject.graphs)
-    text = found.pop("text")
-    click.echo(json.dumps(found, indent=1) if as_json else "\n".join(text))
+    code, found, text = checkers().check(subject.document, subject.graphs, subject.untold)
+    click.echo(json.dumps(found, indent=1) if as_json else text)
     return code
 
 
 def _diff(subjects: Sequence[Subject], as_json: bool) -> int:
+    for subject in subjects:
+        assert subject.memory_map, "an unreadable map is refused by now"
     first, second = subjects
-    code, lines = checkers().diff(first.document, second.document)
-    if as_json:
-        click.echo(json.dumps({"differ": bool(code), "lines": lines}, indent=1))
-    else:
-        click.echo("\n".join(lines) if lines else "the maps are the same")
+    names = str(first.path), str(second.path)
+    code, text = checkers().diff(first.document, second.document, names)
+    click.echo(json.dumps({"differ": bool(code), "text": text}) if as_json else text)
     return code
 
 
