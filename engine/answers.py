@@ -150,8 +150,12 @@ class Answer:
         rendered = self._rendered(choice, content, entries)
         if not last:
             rendered["finish_reason"] = None
-        usage = {"usage": None} if self.call.include_usage else {}
-        return {**self._head, "choices": [rendered], **usage}
+        document = {**self._head, "choices": [rendered]}
+        if self.call.usage_in_chunks:
+            document["usage"] = self.usage
+        elif self.call.include_usage:
+            document["usage"] = None
+        return document
 
     def closing(self) -> list[dict]:
         """What a stream ends with: the usage, if it is wanted."""

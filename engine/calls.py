@@ -51,6 +51,7 @@ class Call:
     echo: bool
     stream: bool
     include_usage: bool
+    usage_in_chunks: bool
     return_token_ids: bool
     chat: bool
     think_close: int | None = None
@@ -104,13 +105,14 @@ def read_chat(document: object, text: Text, limits: Limits, seed: int, form: Cha
         close = text.special_id(form.think_close) if thinking else None
     except RequestError as error:
         raise ApiError(str(error), param="messages") from error
-    if "max_tokens" in body and "max_completion_tokens" in body:
-        raise ApiError(
-            "max_tokens and max_completion_tokens are both given; one of them is accepted",
-            param="max_tokens",
-        )
     rest = max(1, limits.tokens_max - len(ids))
     max_tokens = body.get("max_completion_tokens", body.get("max_tokens", rest))
+    if body.get("max_tokens", max_tokens) != max_tokens:
+        raise ApiError(
+            f"max_tokens is {body['max_tokens']} and max_completion_tokens is {max_tokens}; "
+            "one of them, or both alike, are accepted",
+            param="max_tokens",
+        )
     if max_tokens == 0:
         raise ApiError("max_tokens is 0; accepted: at least 1", param="max_tokens")
     count = body.get("top_logprobs", 0) if body.get("logprobs", False) else None
@@ -170,6 +172,7 @@ def _call(
         echo=body.get("echo", False),
         stream=body.get("stream", False),
         include_usage=bool(options.get("include_usage")),
+        usage_in_chunks=bool(options.get("continuous_usage_stats")),
         return_token_ids=body.get("return_token_ids", False),
         chat=chat,
         think_close=think_close,

@@ -27,6 +27,8 @@ _STOP = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": STOPS_MA
 _NEUTRAL = {
     "presence_penalty": {**_NUMBER, "enum": [0]},
     "frequency_penalty": {**_NUMBER, "enum": [0]},
+    "repetition_penalty": {**_NUMBER, "enum": [1]},
+    "min_p": {**_NUMBER, "enum": [0]},
     "logit_bias": {"type": "object", "properties": {}},
     "user": _TEXT,
 }
@@ -42,7 +44,10 @@ _SHARED = {
     "stop_token_ids": {**_IDS, "maxItems": STOPS_MAX},
     "ignore_eos": _FLAG,
     "stream": _FLAG,
-    "stream_options": {"type": "object", "properties": {"include_usage": _FLAG}},
+    "stream_options": {
+        "type": "object",
+        "properties": {"include_usage": _FLAG, "continuous_usage_stats": _FLAG},
+    },
     "return_token_ids": _FLAG,
     **_NEUTRAL,
 }

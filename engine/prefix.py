@@ -122,9 +122,15 @@ class PrefixCache:
         """Bytes of the pages and windows in memory."""
         return len(self._nodes) * self._page_bytes + self._window_bytes
 
-    def acquire(self, keys: Sequence[bytes], pages_total: int, reserve: int = 0) -> Granted | None:
+    def acquire(
+        self,
+        keys: Sequence[bytes],
+        pages_total: int,
+        reserve: int = 0,
+        known_tokens: int | None = None,
+    ) -> Granted | None:
         """Pages for a sequence whose reusable prefix has `keys`; None if the pool lacks room for
-        them and `reserve` pages more.
+        them and `reserve` pages more. `known_tokens` were found when it asked the last time.
 
         Pages that are found are shared, the others are fresh. A block that the disk cannot
         deliver is gone afterwards, so each round tries a shorter prefix.
@@ -139,19 +145,28 @@ class PrefixCache:
             pages = shared + self._pool.allocate(pages_total - len(shared))
             window = self._restore(keys[:depth], pages, len(shared))
             if depth == 0 or window is not None:
-                return self._granted(keys, pages, known, depth, len(shared), window)
+                self._count(keys, depth, len(shared), known_tokens)
+                return self._granted(keys, pages, known, depth, window)
             self.release(pages)
 
-    def _granted(self, keys, pages, known, depth, shared, window) -> Granted:
+    def _count(self, keys, depth: int, shared: int, known_tokens: int | None) -> None:
         page_tokens = self._core.page_tokens
-        self.stats.query_tokens += len(keys) * page_tokens
-        self.stats.hit_tokens["memory" if shared == depth else "disk"] += depth * page_tokens
+        if known_tokens is None:
+            self.stats.query_tokens += len(keys) * page_tokens
+        source = "memory" if shared == depth else "disk"
+        self.stats.hit_tokens[source] += depth * page_tokens - (known_tokens or 0)
+
+    def _granted(self, keys, pages, known, depth, window) -> Granted:
         for index, key in enumerate(keys[:depth]):
             self._insert(keys, index, pages)
             self._touch(key)
         if depth:
             self.add_window(keys[depth - 1], window)
-        return Granted(pages, depth * page_tokens, window, known)
+        return Granted(pages, depth * self._core.page_tokens, window, known)
+
+    def reach(self, keys: Sequence[bytes]) -> int:
+        """Leading pages that a hit would cover now."""
+        return self._reach(keys)[1]
 
     def _reach(self, keys: Sequence[bytes]) -> tuple[int, int]:
         """How many leading pages exist somewhere, and up to which of them a window does too."""

@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.errors import UsageError
-from engine.units import format_size
+from engine.units import MIB, format_size
 
 _MAGIC = b"sparkpfx"
 _VERSION = 1
 _SUFFIX = ".block"
 _PART = ".part"
 _HEADER_BYTES_MAX = 1 << 16
-_PENDING_MAX = 256
+_PENDING_BYTES_MAX = 64 * MIB
+"""Blocks that wait for the disk hold host memory; beyond this, new ones are skipped."""
 EVENTS = ("read", "written", "dropped", "skipped")
 ERRORS = ("corrupt", "foreign", "unreadable", "unwritable", "full")
 
@@ -60,7 +61,8 @@ class PrefixDisk:
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._pending: dict[str, bytes] = {}
         self._scan()
-        self._jobs: queue.Queue = queue.Queue(_PENDING_MAX)
+        self._pending_bytes = 0
+        self._jobs: queue.Queue = queue.Queue()
         self._writer = threading.Thread(target=self._write_all, name="prefix-disk", daemon=True)
         self._writer.start()
 
@@ -115,10 +117,11 @@ class PrefixDisk:
         """Write a block soon; given up when the writer lags or the disk refuses."""
         name = _name(kind, key)
         with self._guard:
-            if self._jobs.full():
+            if self._pending and self._pending_bytes + len(content) > _PENDING_BYTES_MAX:
                 self.stats.blocks["skipped"] += 1
                 return
             self._pending[name] = content
+            self._pending_bytes += len(content)
         self._jobs.put((name, kind, key))
 
     def flush(self) -> None:
@@ -141,7 +144,7 @@ class PrefixDisk:
                 self.stats.errors["full" if full else "unwritable"] += 1
             finally:
                 with self._guard:
-                    del self._pending[name]
+                    self._pending_bytes -= len(self._pending.pop(name))
                 self._jobs.task_done()
         self._jobs.task_done()
 

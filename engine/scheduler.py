@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from engine.kvcache import PageCounts, PagePool
 from engine.prefix import PrefixCache, extend_keys, keeps_window, next_kept
 from engine.request import Core, DraftStep, SequenceStep
 from engine.sampler import BrokenLogitsError
+from engine.seating import Seating
 from engine.sequence import Request, Sequence
 from engine.units import MIB
 
@@ -69,39 +69,36 @@ class Scheduler:
             )
         assert core.tokens_per_step_max >= core.slots, "a step must hold one id per slot"
         self._core = core
-        self._pool = PagePool(core.pages) if prefix is None else prefix.pool
-        self._prefix = prefix or PrefixCache(core, self._pool)
+        self._prefix = prefix or PrefixCache(core, PagePool(core.pages))
         self._policy = policy
         self._draft_tokens = drafts
         self._prefill_chunk = min(prefill_chunk or 2**31, core.tokens_per_step_max)
         self._prompts_turn = False
         self._history_tokens = history_tokens
         self._clock = clock
-        self._slots = list(range(slots - 1, -1, -1))
-        self._running: list[Sequence] = []
-        self._waiting: deque[Sequence] = deque()
         self._logit_rows_max = max(1, LOGIT_BYTES_MAX // (4 * core.vocab_size))
         self.stats = SchedulerStats.for_drafts(drafts)
+        self._seats = Seating(core, self._prefix, slots, self.stats)
 
     @property
     def running(self) -> int:
         """Sequences that hold a slot."""
-        return len(self._running)
+        return len(self._seats.running)
 
     @property
     def waiting(self) -> int:
         """Sequences that wait for a slot or for pages."""
-        return len(self._waiting)
+        return len(self._seats.waiting)
 
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._running or self._waiting)
+        return bool(self._seats.running or self._seats.waiting)
 
     @property
     def page_counts(self) -> PageCounts:
         """The division of the page pool."""
-        return self._pool.counts
+        return self._prefix.pool.counts
 
     @property
     def tokens_max(self) -> int:
@@ -132,7 +129,7 @@ class Scheduler:
 
     def enqueue(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn."""
-        self._waiting.append(sequence)
+        self._seats.waiting.append(sequence)
 
     def submit(self, request: Request) -> Sequence:
         """Check and enqueue in one."""
@@ -146,17 +143,17 @@ class Scheduler:
 
     def fail_all(self, reason: str) -> None:
         """End every sequence with an error: the core is lost."""
-        for sequence in [*self._running, *self._waiting]:
-            self._end(sequence, f"error: {reason}")
+        for sequence in [*self._seats.running, *self._seats.waiting]:
+            self._seats.end(sequence, f"error: {reason}")
 
     def step(self) -> StepReport | None:
         """Admit, run one step of the core, deliver its tokens; None if there was nothing to run.
 
         Whatever the core raises passes through; its state is unknown then.
         """
-        for sequence in [s for s in [*self._running, *self._waiting] if s.cancelled]:
-            self._end(sequence, "cancelled")
-        self._admit()
+        for sequence in [s for s in [*self._seats.running, *self._seats.waiting] if s.cancelled]:
+            self._seats.end(sequence, "cancelled")
+        self._seats.admit()
         parts = self._plan()
         if not parts:
             return None
@@ -173,90 +170,13 @@ class Scheduler:
 
     def check(self) -> None:
         """Conservation of pages and slots; also holds between any two steps."""
-        self._pool.check(s.pages for s in self._running)
-        self._prefix.check()
-        taken = [s.slot for s in self._running]
-        assert len(set(taken + self._slots)) == len(taken) + len(self._slots), "a slot is shared"
-        assert all(not s.pages and s.slot is None for s in self._waiting), "a waiting one holds"
+        self._seats.check()
 
     def check_idle(self) -> None:
         """Conservation when nothing runs: every page is free or cached."""
         self.check()
-        counts = self._pool.counts
+        counts = self._prefix.pool.counts
         assert counts.used == 0, f"nothing runs, but {counts.used} pages are in use"
-
-    # Admission and preemption
-
-    def _admit(self) -> None:
-        while self._waiting and self._slots:
-            sequence = self._waiting[0]
-            granted = self._prefix.acquire(
-                self._reusable_keys(sequence),
-                self._pages_for(len(sequence.ids)),
-                # Room for everyone's next page: without it the newcomer would be preempted soon.
-                reserve=len(self._running),
-            )
-            if granted is None:
-                return
-            self._waiting.popleft()
-            self._running.append(sequence)
-            sequence.slot, sequence.pages = self._slots.pop(), granted.pages
-            sequence.computed = granted.tokens
-            sequence.stored = granted.tokens // self._core.page_tokens
-            if granted.window is not None:
-                self._core.import_window(sequence.slot, granted.window)
-            self._remember_borders(sequence, granted.known_pages)
-            if not sequence.admitted:
-                sequence.admitted, sequence.cached_tokens = True, granted.tokens
-                self.stats.prompt_tokens += sequence.request.counted * len(sequence.request.ids)
-
-    def _reusable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Keys of the pages a hit may cover: one id must be left to run, and every row of a
-        prompt whose log-probabilities are still owed."""
-        if not self._prefix.enabled or sequence.prompt_rows_owed:
-            return []
-        page_tokens = self._core.page_tokens
-        extend_keys(sequence.keys, self._prefix.root, sequence.ids, page_tokens)
-        return sequence.keys[: (len(sequence.ids) - 1) // page_tokens]
-
-    def _remember_borders(self, sequence: Sequence, known_pages: int) -> None:
-        """Keep windows at the prompt's last border, and where known pages lacked one."""
-        count = len(sequence.request.ids)
-        page_tokens = self._core.page_tokens
-        sequence.borders = {known_pages, count // page_tokens, (count - 1) // page_tokens}
-
-    def _pages_for(self, positions: int) -> int:
-        return -(-positions // self._core.page_tokens)
-
-    def _grow(self, sequence: Sequence, positions: int) -> bool:
-        """Give the sequence pages for that many positions; False if the pool has none left."""
-        count = self._pages_for(positions) - len(sequence.pages)
-        if count > 0:
-            if not self._prefix.make_room(count):
-                return False
-            sequence.pages += self._pool.allocate(count)
-        return True
-
-    def _vacate(self, sequence: Sequence) -> None:
-        """Take slot and pages from a running sequence."""
-        self._running.remove(sequence)
-        self._slots.append(sequence.slot)
-        self._prefix.release(sequence.pages)
-        sequence.slot, sequence.pages, sequence.drafts = None, [], []
-        sequence.computed = sequence.stored = 0
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._vacate(sequence)
-        self._waiting.appendleft(sequence)
-        self.stats.preemptions += 1
-
-    def _end(self, sequence: Sequence, reason: str) -> None:
-        if sequence.slot is not None:
-            self._vacate(sequence)
-        else:
-            self._waiting.remove(sequence)
-        self.stats.ended[reason.split(":")[0]] += sequence.request.counted
-        sequence.request.sink.end(reason, sequence.cached_tokens)
 
     # Planning one step
 
@@ -267,7 +187,7 @@ class Scheduler:
         half of the room allows. If that is no room at all, prompts and the others take turns.
         """
         ready = self._ready()
-        prompts = any(s.left > 1 for s in self._running)
+        prompts = any(s.left > 1 for s in self._seats.running)
         room = (self._prefill_chunk if prompts else self._core.tokens_per_step_max) - len(ready)
         if prompts and room < 1:
             self._prompts_turn = not self._prompts_turn
@@ -285,25 +205,28 @@ class Scheduler:
 
     def _ready(self) -> list[Sequence]:
         """Sequences with one id left to run, all with a page for it; the youngest make room."""
-        ready = [s for s in self._running if s.left == 1]
+        ready = [s for s in self._seats.running if s.left == 1]
         for sequence in ready:
-            while sequence.slot is not None and not self._grow(sequence, len(sequence.ids)):
-                self._preempt(self._running[-1])
+            while sequence.slot is not None and not self._seats.grow(sequence, len(sequence.ids)):
+                self._seats.preempt_youngest()
         return [s for s in ready if s.slot is not None]
 
     def _affordable_drafts(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
         """As many drafts as the step and the free pages allow; nobody is preempted for them."""
         drafts = sequence.drafts[: max(0, budget)]
-        while drafts and not self._grow(sequence, len(sequence.ids) + len(drafts)):
+        while drafts and not self._seats.grow(sequence, len(sequence.ids) + len(drafts)):
             drafts.pop()
         return tuple(drafts)
 
     def _plan_prefill(self, budget: int, others_decode: bool) -> list[Part]:
-        prompts = [s for s in self._running if s.left > 1]
+        prompts = [s for s in self._seats.running if s.left > 1]
         if self._policy == "latency" and others_decode:
             budget = min(budget, LATENCY_CHUNK_TOKENS)
         parts, rows = [], self._logit_rows_max
         for place, sequence in enumerate(prompts):
+            self._seats.renew(sequence)
+            if self._seats.follows(sequence, prompts[:place]):
+                continue
             share = budget
             if self._policy == "latency":
                 share = -(-budget // (len(prompts) - place))
@@ -344,7 +267,7 @@ class Scheduler:
             start=start,
             ids=(*sequence.ids[start : start + part.known], *part.drafts),
             history=tuple(sequence.ids[max(0, start - self._history_tokens) : start]),
-            pages=tuple(sequence.pages[: self._pages_for(end)]),
+            pages=tuple(sequence.pages[: self._seats.pages_for(end)]),
             logit_rows=part.rows,
         )
 
@@ -357,11 +280,11 @@ class Scheduler:
         try:
             reason = deliver(part, start, logits, self.stats)
         except BrokenLogitsError as error:
-            self._end(sequence, f"error: {error}")
+            self._seats.end(sequence, f"error: {error}")
             return
         self._store(sequence)
         if reason is not None:
-            self._end(sequence, reason)
+            self._seats.end(sequence, reason)
 
     def _store(self, sequence: Sequence) -> None:
         """Offer full pages to the prefix cache, and the window where the sequence stands."""

@@ -59,7 +59,8 @@ class Request:
 class Sequence:
     """A request on its way: `ids` (prompt and new) of which the first `computed` are in pages.
 
-    It is ready to choose a token when one id is left to run. `keys` are the prefix keys of its
+    `resumed` is where it began when it was admitted, behind what the prefix cache had. It is ready
+    to choose a token when one id is left to run. `keys` are the prefix keys of its
     full pages, `stored` of which have been offered to the cache; `borders` are page borders (in
     pages) whose window is kept beside the regular ones.
     """
@@ -68,6 +69,7 @@ class Sequence:
     arrived_s: float
     ids: list[int] = field(default_factory=list)
     computed: int = 0
+    resumed: int = 0
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,7 @@ def test_one_damaged_page_in_the_middle_leaves_the_pages_before_it(tmp_path):
     store = PrefixDisk(tmp_path, LARGE, "test")
     scheduler = build(ToyCore(**SHAPE), disk=store)
     key = scheduler.submit(ask(IDS))
-    scheduler._reusable_keys(key)
+    scheduler._seats.reusable_keys(key)
     flip(tmp_path / f"{key.keys[3].hex()}.page.block")
     scheduler.step()
     assert key.cached_tokens == 3 * PAGE
@@ -210,10 +211,19 @@ def test_a_directory_that_vanishes_costs_only_hits(tmp_path):
     assert cached == 0 and store.stats.errors["unreadable"] > 0
 
 
-def test_a_writer_that_lags_skips_blocks_instead_of_holding_up_steps(disk, monkeypatch):
-    monkeypatch.setattr(disk._jobs, "full", lambda: True)
-    disk.put("page", KEY, b"content")
-    assert not disk.has("page", KEY) and disk.stats.blocks["skipped"] == 1
+def test_a_writer_that_lags_skips_blocks_instead_of_holding_memory(disk, monkeypatch):
+    monkeypatch.setattr(prefix_disk, "_PENDING_BYTES_MAX", 100)
+    gate, write = threading.Event(), disk._write
+    monkeypatch.setattr(disk, "_write", lambda *block: gate.wait(10) and write(*block))
+    for number in range(3):
+        disk.put("page", bytes([number]) * 32, b"x" * 60)
+    gate.set()
+    disk.flush()
+    assert [disk.has("page", bytes([number]) * 32) for number in range(3)] == [True, False, False]
+    assert disk.stats.blocks["skipped"] == 2
+    disk.put("page", bytes([2]) * 32, b"x" * 200)
+    disk.flush()
+    assert disk.has("page", bytes([2]) * 32)
 
 
 def test_two_servers_may_not_share_a_directory(tmp_path, disk):

@@ -97,6 +97,22 @@ def test_a_border_where_long_prompts_part_is_learned():
     assert cached == [26 * PAGE, 27 * PAGE]
 
 
+@pytest.mark.parametrize("policy", ["throughput", "latency"])
+def test_equal_prompts_that_arrive_together_are_computed_once(policy):
+    core = Watched(**{**SHAPE, "slots": 6, "pages": 128, "tokens_per_step_max": 300})
+    scheduler = build(core, limit_bytes=10**6, policy=policy)
+    ids = prompt(1, 6 * PAGE + 3)
+    cases = [ids] * 4 + [ids[: 3 * PAGE] + prompt(2, 9)]
+    sinks = run(scheduler, *[ask(case) for case in cases])
+    assert [s.ids for s in sinks] == [alone(case, 8) for case in cases]
+    assert [s.cached for s in sinks] == [0] + [6 * PAGE] * 3 + [3 * PAGE]
+    ran = sum(len(s.ids) for step in core.seen for s in step if s.start < 3 * PAGE)
+    assert ran == 3 * PAGE
+    stats = scheduler._prefix.stats
+    assert stats.query_tokens == (4 * 6 + 4) * PAGE
+    assert stats.hit_tokens["memory"] == (3 * 6 + 3) * PAGE
+
+
 def test_waiting_requests_are_admitted_in_order_of_arrival():
     core = ToyCore(**{**SHAPE, "slots": 1})
     scheduler, order = build(core), []

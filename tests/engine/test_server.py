@@ -108,6 +108,29 @@ def test_a_stream_brings_the_same_as_the_whole_answer(server):
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
+LOAD_GENERATORS = {
+    "guidellm": {
+        "ignore_eos": True, "stop": None,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    },
+    "vllm bench": {
+        "temperature": 0.0, "repetition_penalty": 1.0, "logprobs": None, "n": 1, "best_of": 1,
+        "stream_options": {"include_usage": True},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOAD_GENERATORS)
+def test_what_load_generators_send_is_accepted(server, name):
+    fields = {"model": "toy", "prompt": list(IDS), "max_tokens": 5, "stream": True}
+    answer = server.http.post("/v1/completions", json={**fields, **LOAD_GENERATORS[name]})
+    documents = events(answer)
+    assert documents[-1]["usage"]["completion_tokens"] == 5
+    if name == "guidellm":
+        counts = [document["usage"]["completion_tokens"] for document in documents]
+        assert counts == [1, 2, 3, 4, 5, 5, 5]
+
+
 def test_a_stream_without_usage_sends_none(server):
     fields = {"prompt": [5, 6], "max_tokens": 2, "stream": True, "echo": True, "temperature": 0}
     documents = events(server.http.post("/v1/completions", json=fields))

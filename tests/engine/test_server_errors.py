@@ -64,6 +64,7 @@ BAD_FIELDS = {
     },
     "unknown field 'stream_options.x'": {"prompt": IDS, "stream": True, "stream_options": {"x": 1}},
     "unknown field 'foo'": {"prompt": IDS, "foo": 1},
+    "repetition_penalty is 2; accepted: 1": {"prompt": IDS, "repetition_penalty": 2},
     "presence_penalty is 0.5; accepted: 0": {"prompt": IDS, "presence_penalty": 0.5},
     "unknown field 'logit_bias.5'": {"prompt": IDS, "logit_bias": {"5": 1}},
     "best_of is 2; accepted: 1": {"prompt": IDS, "best_of": 2},
@@ -99,7 +100,9 @@ BAD_CHATS = {
     "thinking.type is 'maybe'": {"messages": HI, "thinking": {"type": "maybe"}},
     "unknown field 'tools'": {"messages": HI, "tools": []},
     "max_tokens is 0; accepted: at least 1": {"messages": HI, "max_tokens": 0},
-    "are both given": {"messages": HI, "max_tokens": 3, "max_completion_tokens": 3},
+    "max_tokens is 3 and max_completion_tokens is 4": {
+        "messages": HI, "max_tokens": 3, "max_completion_tokens": 4,
+    },
     "response_format.type is 'json_object'": {
         "messages": HI, "response_format": {"type": "json_object"},
     },
@@ -224,7 +227,7 @@ def bodies(schema):
 
 
 @settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     st.one_of(
@@ -237,6 +240,8 @@ def test_no_malformed_request_brings_a_server_error(server, case):
     path, body = case
     if isinstance(body, dict):
         body.pop("stream", None)
+        if type(body.get("max_tokens", 2)) is int:
+            body["max_tokens"] = min(2, body.get("max_tokens", 2))
     answer = server.http.post(path, content=json.dumps(body))
     assert answer.status_code in (200, 400, 404), answer.text
     if answer.status_code != 200:

@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 )
 
 from engine import scheduler as scheduler_module
+from engine import seating as seating_module
 from engine.kvcache import PagePool
 from engine.prefix import PrefixCache, extend_keys
 from engine.sampler import Sampling
@@ -108,7 +109,7 @@ class Serving(RuleBasedStateMachine):
             assert all(s.request.sink.reason for s in self.asked)
 
 
-Serving.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+Serving.TestCase.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
 TestServing = Serving.TestCase
 
 
@@ -132,7 +133,10 @@ def _step_without_history(scheduler, part, step_of=Scheduler._step_of):
 
 
 FAULTS = {
-    "keys cover one page only": [(scheduler_module, "extend_keys", _keys_without_their_past)],
+    "keys cover one page only": [
+        (scheduler_module, "extend_keys", _keys_without_their_past),
+        (seating_module, "extend_keys", _keys_without_their_past),
+    ],
     "windows are kept off the border": [
         (Scheduler, "_store", _window_of_any_position),
         (Scheduler, "_to_border", lambda scheduler, sequence: 10**6),
