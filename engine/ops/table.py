@@ -125,12 +125,18 @@ def _bind_attend(b: Binding, op: Op) -> Run:
         pool, selected = np.zeros((1, 1), np.uint8), np.zeros((len(q), 0), np.int32)
         place = (0, 1, 1)
     (decoded,) = b.arrays(op.scratch)
-    args = (q, decoded, ring, selected, pages, pool, sink, positions, seq_of, first_row, start, slots)
-    args += (p["window"], p["whole"], *place, out)
-    run, rows = b.workers.run, len(q)
+    args = (q, decoded, ring, selected, pages, pool, sink, positions, seq_of, first_row, start)
+    args += (slots, p["window"], p["whole"], *place, out)
+    run, (rows, width) = b.workers.run, decoded.shape
     if sink.size == 0:
         return lambda: None
-    return lambda: run(attention.attend_rows, rows, 2, *args)
+    least = least_rows(q.shape[1] * (p["window"] + selected.shape[1]) // 4)
+
+    def go() -> None:
+        dense.unpack_fp8_rows(0, rows, fresh, width, decoded)
+        run(attention.attend_rows, rows, least, *args)
+
+    return go
 
 
 def _bind_pack_fp4(b: Binding, op: Op) -> Run:
