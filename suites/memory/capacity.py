@@ -69,7 +69,7 @@ def fixed_part(
 ) -> tuple[Fraction, Fraction] | None:
     """The fixed parts, in bytes, with which every total follows from a budget printed as it was.
 
-    From the first to before the second value; None when no single fixed part explains all.
+    Between the two values, both excluded; None when no single fixed part explains all.
     """
     page_bytes = Fraction(per_token) * page_tokens
     lows, highs = [], []

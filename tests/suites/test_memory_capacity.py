@@ -57,6 +57,20 @@ def test_every_total_of_the_seed_is_whole_pages():
     assert all(total % SEED["page_tokens"] == 0 for total in totals)
 
 
+@given(st.integers(100, 2000), st.integers(0, GIB // 2))
+def test_the_fixed_part_that_was_used_is_found_and_its_ends_are_exact(hundredths, fixed):
+    budget = Fraction(hundredths, 100) * GIB
+    observed = Observed(f"{hundredths / 100:.2f}", kv_tokens(budget, fixed, 890))
+    least, most = observed.budgets
+    low, high = fixed_part([observed], 890)
+    assert low < fixed < high
+    tiny = Fraction(1, 1000)
+    assert kv_tokens(least, low + tiny, 890) == observed.tokens
+    assert kv_tokens(least, low, 890) == observed.tokens + 128
+    assert kv_tokens(most - tiny, high - tiny, 890) == observed.tokens
+    assert kv_tokens(most - tiny, high, 890) < observed.tokens
+
+
 def test_without_a_fixed_part_the_pairs_do_not_fit():
     assert all(kv_tokens(pair.budgets[0], 0, 890) > pair.tokens for pair in PAIRS)
 
