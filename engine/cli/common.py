@@ -125,9 +125,13 @@ def outcome(command: click.Command, arguments: Sequence[str] | None = None) -> i
         grace = Grace()
         with end_on_sigterm(grace):
             check_environment(os.environ)
-            result = command.main(arguments, command.name, standalone_mode=False, obj=grace)
+            given = list(sys.argv[1:] if arguments is None else arguments)
+            with command.make_context(command.name, given, obj=grace) as context:
+                result = command.invoke(context)
             sys.stdout.flush()
             return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as done:
+        return done.exit_code
     except click.UsageError as error:
         return _usage(error)
     except click.ClickException as error:

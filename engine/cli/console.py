@@ -27,7 +27,7 @@ class Journal:
     ) -> None:
         self.rank = rank
         self.phase = "start"
-        self._stream = stream or sys.stderr
+        self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._console = Console(file=self._stream)
         self._bars: Progress | None = None

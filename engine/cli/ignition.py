@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -267,7 +266,13 @@ def pack_command(
         except OSError as error:
             raise UsageError(f"cannot write {output}: {error.strerror}") from error
     if as_json:
-        document = asdict(found) | {"counters": dict(found.counters), "offsets": dict(found.by_id)}
+        document = {
+            "offsets": dict(found.by_id),
+            "peak_bytes": found.peak_bytes,
+            "lower_bound_bytes": found.lower_bound_bytes,
+            "strategy": found.strategy,
+            "counters": dict(found.counters),
+        }
         click.echo(json.dumps(document))
         return
     click.echo(

@@ -180,7 +180,9 @@ def test_pools_and_no_reuse_need_more_than_the_plan(mini):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_any_number_of_ranks_is_planned(ranks):
-    recipe = Recipe(ranks=ranks, max_concurrency=2, mtp_draft_tokens=2, prefill_chunk=16)
+    recipe = Recipe(
+        ranks=ranks, max_concurrency=2, mtp_draft_tokens=2, prefill_chunk=16, scratch="none"
+    )
     planned = plan_model(parse_config(mini_config()), recipe)
     assert len(planned.ranks) == ranks
     assert planned.spread_bytes <= SPREAD_BYTES_MAX

@@ -37,7 +37,7 @@ class Ranks:
         self.processes = []
 
     def start(self, rank, ranks=3, action="idle", silence=1):
-        arguments = [rank, ranks, self.address, "s", 20, "{}"]
+        arguments = [rank, ranks, self.address, "s", 60, "{}"]
         command = [sys.executable, str(Path(__file__).parent / "meeting_process.py")]
         process = subprocess.Popen(
             [*command, *map(str, arguments), action, str(silence)],
@@ -113,9 +113,10 @@ def pair(address):
 # --- coming together ------------------------------------------------------------------------
 
 
-def test_three_processes_meet_and_sum_by_a_collective(ranks, address):
-    started = [ranks.start(rank, action="reduce") for rank in range(3)]
-    assert [said(process)["result"] for process in started] == ["6.0"] * 3
+def test_processes_meet_and_sum_by_a_collective(ranks, address):
+    started = [ranks.start(rank, 2, action="reduce") for rank in range(2)]
+    # Loading the tensor library takes most of the time, and long on a busy machine.
+    assert [said(process, 120)["result"] for process in started] == ["3.0"] * 2
     assert port_is_free(address)
 
 
