@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import unicodedata
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,27 @@ from engine.config import ModelConfig
 from engine.errors import CheckpointError
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_SPACES = re.compile(r"\s+")
+
+
+@lru_cache(maxsize=1)
+def _normalisers():
+    """The steps before the strip, and the strip.
+
+    Those of the tokenizers library, because Python's differ where it counts: an accent is any
+    combining mark, spacing ones included; letters are lowered one by one; only blanks, tabs and
+    line ends form runs; file separators are no white space. The release folds to its
+    `engram_compressed_vocab_size` in exactly this way.
+    """
+    from tokenizers import Regex, normalizers
+
+    steps = [
+        normalizers.NFKC(),
+        normalizers.NFD(),
+        normalizers.StripAccents(),
+        normalizers.Lowercase(),
+        normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
+    ]
+    return normalizers.Sequence(steps), normalizers.Strip()
 
 
 def normalised(text: str) -> str:
@@ -20,21 +39,23 @@ def normalised(text: str) -> str:
 
     A text that is one space after all that stays one space.
     """
-    text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
-    text = "".join(c for c in text if unicodedata.category(c) != "Mn").lower()
-    text = _SPACES.sub(" ", text)
-    return text if text == " " else text.strip()
+    steps, strip = _normalisers()
+    text = steps.normalize_str(text)
+    return text if text == " " else strip.normalize_str(text)
 
 
 def fold_texts(texts: list[str], raw: list[str]) -> np.ndarray:
     """Folded ids int64 [len(texts)], numbered by first appearance.
 
-    A text with a replacement character (part of a character) keeps its raw form from `raw`.
+    A text with a replacement character (part of a character) keeps its raw form from `raw`, and one
+    of which nothing is left keeps itself. Raw forms and normalised texts are one name space.
     """
-    keys = [("raw", r) if _REPLACEMENT in t else ("text", normalised(t)) for t, r in
-            zip(texts, raw, strict=True)]
-    numbers: dict[tuple[str, str], int] = {}
-    return np.asarray([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+    numbers: dict[str, int] = {}
+    folded = []
+    for text, form in zip(texts, raw, strict=True):
+        key = form if _REPLACEMENT in text else normalised(text) or text
+        folded.append(numbers.setdefault(key, len(numbers)))
+    return np.asarray(folded, np.int64)
 
 
 def fold_map(config: ModelConfig, tokenizer: Path | None) -> np.ndarray:
