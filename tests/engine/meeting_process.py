@@ -17,6 +17,13 @@ def idle(meeting) -> str:
     return link.receive(30).decode()
 
 
+def hold(meeting) -> str:
+    """Stay without looking at messages."""
+    print(json.dumps({"met": meeting.rank}), flush=True)
+    time.sleep(60)
+    return "held"
+
+
 def flood(meeting) -> str:
     """Send until it cannot go on."""
     print(json.dumps({"met": meeting.rank}), flush=True)
