@@ -266,8 +266,9 @@ class Link:
 
     def _lost(self, how: str) -> None:
         if not (self._left or self._closing):
-            self._shut(socket.SHUT_RDWR)
+            # Reported first: the reader takes the shutdown for the peer's and would say so.
             self._watch.report(Loss(self.rank, how))
+            self._shut(socket.SHUT_RDWR)
         self._wake()
 
     def _wake(self) -> None:
