@@ -36,7 +36,7 @@ class Workers:
     def parts(self, rows: int, least: int) -> list[tuple[int, int]]:
         """Half-open row ranges for the threads, each of at least `least` rows if there are more."""
         count = max(1, min(self.threads, rows // least))
-        size = -(-rows // count)
+        size = max(1, -(-rows // count))
         return [(first, min(first + size, rows)) for first in range(0, rows, size)]
 
     def run(self, kernel: Callable, rows: int, least: int, *args) -> None:
