@@ -10,7 +10,7 @@ GEMM_WEIGHT_ITEMS = 2 * 1024**2
 """Items of a decoded weight tile: 16 MiB of float64."""
 MIX_ROWS = 64
 """Rows of one tile of hyper-connection coefficients."""
-REDUCE_ROWS = 1024
+REDUCE_ROWS = 512
 """Rows of one partial sum on its way between ranks."""
 INDEX_ROWS = 64
 INDEX_KEYS = 1024

@@ -127,11 +127,12 @@ class Lowering:
         source: str = "packed",
         shift: int = 0,
         tile: int | None = None,
+        after: str | None = None,
         kind: str = "temp",
     ) -> str:
         """x . w^T with one rounding to `dtype`; `source` tells how x is stored (packed or bf16).
 
-        tile: only the rows of that tile of REDUCE_ROWS.
+        tile: only the rows of that tile of REDUCE_ROWS; after: an op on another stream to wait for.
         """
         fp8 = weight + ".scale" in self.weights
         names = [f"{weight}.weight", f"{weight}.scale"] if fp8 else [f"{weight}.weight"]
@@ -148,7 +149,7 @@ class Lowering:
         if tile is not None:
             params |= {"tile": tile, "tile_rows": REDUCE_ROWS}
         inputs = (x, *(self.weight(n) for n in names))
-        self.b.op(name, "linear", inputs, (out,), scratch=scratch, **params)
+        self.b.op(name, "linear", inputs, (out,), scratch=scratch, after=after, **params)
         return out
 
     # Between ranks -------------------------------------------------------------------------
@@ -213,6 +214,15 @@ class Lowering:
         """Tiles of rows whose partial sums travel one by one."""
         return range(-(-self.rows_max // REDUCE_ROWS))
 
+    @staticmethod
+    def two_before(name: str, tile: int) -> str | None:
+        """The sum that must be done before the partial of a tile is begun.
+
+        Two partials are enough to compute one while another travels; without a bound, compute
+        could run ahead by all tiles, and each would need bytes of its own.
+        """
+        return f"{name}.sum{tile - 2}" if tile >= 2 else None
+
     def summed_linear(self, name: str, x: str, weight: str, dtype: str) -> str:
         """A linear whose inputs are dealt to the ranks: partials in float64, added in rank order."""
         width = self.weights[f"{weight}.weight"].shape[0]
@@ -220,7 +230,8 @@ class Lowering:
             return self.linear(name, x, weight, dtype, "T")
         out = name
         for tile in self.tiles():
-            part = self.linear(f"{name}.part{tile}", x, weight, "f64", f"F{tile}", tile=tile)
+            rows, after = f"F{tile}", self.two_before(name, tile)
+            part = self.linear(f"{name}.part{tile}", x, weight, "f64", rows, tile=tile, after=after)
             self.reduce(f"{name}.sum{tile}", part, dtype, width, tile=tile, out=out)
         return out
 
@@ -304,11 +315,14 @@ class Lowering:
             return out
         for tile in self.tiles():
             part = self.b.temp(f"{name}.part{tile}", "f64", f"F{tile}", c.hidden_size)
-            self.expert_op(f"{name}.part{tile}", prefix, packed, choice, weight, active, part, tile)
+            inputs = (prefix, packed, choice, weight, active, part, tile)
+            self.expert_op(f"{name}.part{tile}", *inputs, after=self.two_before(name, tile))
             self.reduce(f"{name}.sum{tile}", part, "f64", c.hidden_size, tile=tile, out=name)
         return name
 
-    def expert_op(self, name, prefix, packed, choice, weight, active, out, tile) -> None:
+    def expert_op(
+        self, name, prefix, packed, choice, weight, active, out, tile, after=None
+    ) -> None:
         c = self.c
         owned = self.deal.draft_experts if prefix.startswith("mtp") else self.deal.experts
         rows = self.rows_max if tile is None else min(REDUCE_ROWS, self.rows_max)
@@ -341,7 +355,7 @@ class Lowering:
         if tile is not None:
             params |= {"tile": tile, "tile_rows": REDUCE_ROWS}
         inputs = (packed, choice, weight, *(self.weight(n) for n in names))
-        self.b.op(name, "experts", inputs, (out,), scratch=scratch, **params)
+        self.b.op(name, "experts", inputs, (out,), scratch=scratch, after=after, **params)
 
     def shared_expert(self, prefix: str, packed: str) -> str:
         """Its channels are dealt to the ranks; the output is rounded to bf16 before the sum."""

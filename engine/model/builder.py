@@ -55,9 +55,10 @@ class Builder:
         scratch: Iterable[str] = (),
         inplace: Iterable[tuple[str, str]] = (),
         stream: str = "compute",
+        after: str | None = None,
         **params: object,
     ) -> None:
-        """Append an op."""
+        """Append an op; `after` names one more op that it waits for."""
         op = Op(
             name,
             kind,
@@ -70,7 +71,8 @@ class Builder:
             params=params,
         )
         waits = sorted(
-            {other.name for other in self._before(op) if other.stream != stream},
+            {other.name for other in self._before(op) if other.stream != stream}
+            | ({after} if after else set()),
             key=lambda other: next(i for i, o in enumerate(self._ops) if o.name == other),
         )
         op = Op(**{**{f: getattr(op, f) for f in op.__dataclass_fields__}, "waits": tuple(waits)})

@@ -101,7 +101,8 @@ def embedded(low: Lowering) -> tuple[str, str]:
         for tile in low.tiles():
             part = b.temp(f"embed.part{tile}", "bf16", f"F{tile}", c.hidden_size)
             params = {"start": first, "row0": tile * REDUCE_ROWS}
-            b.op(f"embed.part{tile}", "embed", (ids, table), (part,), **params)
+            after = low.two_before("embed", tile)
+            b.op(f"embed.part{tile}", "embed", (ids, table), (part,), after=after, **params)
             low.reduce(f"embed.sum{tile}", part, "bf16", c.hidden_size, tile=tile, out=out)
     else:
         out = b.temp("embedded", "bf16", "T", c.hidden_size)
