@@ -173,18 +173,18 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def ends_with(meeting: Meeting, end: Callable[[int], None], grace_s: float = 10.0):
+def ends_with(meeting: Meeting, end: Callable[[PeerLostError], None], grace_s: float = 10.0):
     """While inside, make sure that the process ends `grace_s` after a rank is gone.
 
     A thread that waits inside a collective cannot be interrupted; `end` (os._exit in a command)
-    is called with the exit code when it has not come back by then.
+    is called with the loss when it has not come back by then.
     """
     done = threading.Event()
 
     def watch(error: PeerLostError) -> None:
         def wait() -> None:
             if not done.wait(grace_s):
-                end(error.exit_code)
+                end(error)
 
         threading.Thread(target=wait, name="end after a loss", daemon=True).start()
 

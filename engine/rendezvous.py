@@ -27,6 +27,9 @@ PROTOCOL = "sparkproof-rendezvous/1"
 Progress = Callable[[str, int, int], None]
 """Called with a phase, the part done and the whole; the unit is the phase's own."""
 
+ANY = "(as rank 0)"
+"""Value of an option on which a rank has no opinion: it takes what rank 0 has."""
+
 _CONTROL = 255
 _GREETING_BYTES_MAX = 4096
 _OPTIONS_BYTES_MAX = 2**20
@@ -68,7 +71,7 @@ def meet(
 ) -> Meeting:
     """Bring `ranks` processes together at `address` and compare their options by name.
 
-    options: everything that must be equal on all ranks, as JSON values.
+    options: everything that must be equal on all ranks, as JSON values (or ANY).
     Raises RendezvousError on every rank that can be reached, within `timeout_s` and a few
     seconds: ranks missing, one number twice, a number out of range, another secret or protocol,
     or options that differ.
@@ -296,7 +299,8 @@ def _difference(options: Mapping[int, Mapping[str, object]]) -> str:
         holders: dict[str, list[int]] = {}
         for rank, own in sorted(options.items()):
             value = json.dumps(own[name]) if name in own else "not given"
-            holders.setdefault(value, []).append(rank)
+            if own.get(name) != ANY:
+                holders.setdefault(value, []).append(rank)
         if len(holders) > 1:
             parts = (
                 f"{value} on rank{'s' * (len(who) > 1)} {_listed(who)}"

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -16,24 +15,26 @@ from engine.cli.console import Journal
 from engine.cli.options import (
     SECRET_VARIABLE,
     check_rendezvous,
-    device_of,
     find_secret,
     free_address,
     gpus_option,
     local_option,
     meeting_options,
 )
-from engine.errors import PackageError, PeerLostError, UsageError
-from engine.hostmem import check_floor, read_host_memory
+from engine.cli.rank import run_rank
+from engine.cli.run_options import (
+    RunOptions,
+    check_device,
+    check_start_floor,
+    number_of_ranks,
+    read_own_header,
+    start_options,
+)
+from engine.errors import PeerLostError, UsageError
 from engine.launch import LocalRanks, bind_to_parent, share_threads
-from engine.mapping import digests_over_ranks
 from engine.meeting import ends_with
-from engine.model import build_graphs
-from engine.package import Package, check_graphs, locate, open_package
-from engine.package_format import PackageHeader, code_version, file_name, read_header
-from engine.rendezvous import Meeting, meet
-from engine.server import ServeOptions, Service
-from engine.start import HostTerms, agree_on_pages, host_id, plan_cache
+from engine.rendezvous import meet
+from engine.server import ServeOptions
 
 STUCK_GRACE_S = 8.0
 """How long a rank may take to end by itself after another is lost."""
@@ -50,61 +51,12 @@ class KvLimit(click.ParamType):
         return value if value == "memory" else Size().convert(value, param, ctx)
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """What was asked for."""
-
-    package: Path
-    rank: int
-    gpus: str
-    kv_cache_limit: int | str
-    scheduler_policy: str
-    mtp_draft_tokens: int | None
-    prefix_cache_memory: int
-    prefix_cache_disk: Path | None
-    prefix_cache_disk_limit: int
-    host_memory_floor: int | None
-    host: str
-    port: int
-    model_name: str | None
-    threads: int | None
-    api_key_file: Path | None
-    drain_s: float
-    unverified: bool
-
-    @property
-    def compared(self) -> dict[str, object]:
-        """What must be equal on all ranks, by its name on the command line."""
-        return {
-            "kv-cache-limit": self.kv_cache_limit,
-            "scheduler-policy": self.scheduler_policy,
-            "mtp-draft-tokens": self.mtp_draft_tokens,
-            "prefix-cache-memory": self.prefix_cache_memory,
-            "prefix-cache-disk-limit": self.prefix_cache_disk_limit,
-            "host-memory-floor": self.host_memory_floor,
-            "unverified": self.unverified,
-        }
-
-    def limit_bytes(self) -> int | None:
-        """The cache size that was asked for, if one was."""
-        return self.kv_cache_limit if isinstance(self.kv_cache_limit, int) else None
-
-
-def start_options(options: RunOptions, header: PackageHeader) -> dict[str, object]:
-    """Everything that the ranks compare when they meet."""
-    recipe = header.manifest.recipe.identity
-    return {
-        "command": "run",
-        **options.compared,
-        **{f"recipe.{name}": value for name, value in recipe.items()},
-        "package": header.package_hash,
-        "code_version": code_version(),
-    }
-
-
 @click.command(epilog=exit_codes_help())
 @click.argument("package", type=click.Path(path_type=Path))
 @click.option("--rank", type=int, default=0, show_default=True, help="Number of this rank.")
+@click.option(
+    "--ranks", type=int, help="Number of ranks; needed where the package is not here yet."
+)
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where the ranks meet; rank 0 listens.")
 @gpus_option
 @local_option
@@ -167,11 +119,17 @@ def start_options(options: RunOptions, header: PackageHeader) -> dict[str, objec
     metavar="SECONDS",
     help="What running requests are given after SIGTERM.",
 )
+@click.option(
+    "--package-cache",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where a rank keeps the file that rank 0 sends it; by default PACKAGE.",
+)
 @click.option("--unverified", is_flag=True, help="Do not hash the package's contents.")
 @meeting_options
 @click.pass_obj
 def run(
     grace: Grace,
+    ranks: int | None,
     rendezvous: str | None,
     local: bool,
     rendezvous_timeout_s: float,
@@ -181,14 +139,16 @@ def run(
 ) -> None:
     """Serve a package: rank 0 answers HTTP, every other rank is started with its --rank.
 
-    Rank 0 prints one line, `ready http://HOST:PORT`, on standard output when it answers.
+    A rank that does not have its file of the package gets it from rank 0. Rank 0 prints one line,
+    `ready http://HOST:PORT`, on standard output when it answers.
     """
     if parent_pid is not None:
         bind_to_parent(parent_pid)
     options = RunOptions(**given)
-    header = read_own_header(options.package, options.rank)
-    ranks = header.manifest.recipe.ranks
-    check_device(options.gpus, header)
+    header = read_own_header(options)
+    ranks = number_of_ranks(options, header, ranks)
+    if header is not None:
+        check_device(options.gpus, header)
     if local and options.rank:
         raise UsageError(f"--local starts all ranks; --rank is {options.rank}, 0 is accepted")
     check_rendezvous(rendezvous, ranks, local)
@@ -200,11 +160,8 @@ def run(
         grace.seconds += options.drain_s
     others = followers(options, ranks, address, secret) if local else LocalRanks({}, {})
     with Journal(options.rank) as journal, ExitStack() as stack:
-        journal.enter("start", package=str(options.package), package_hash=header.package_hash)
-        floor_bytes = options.host_memory_floor
-        if floor_bytes is None:
-            floor_bytes = header.manifest.recipe.host_memory_floor_bytes
-        check_floor(read_host_memory().available_bytes, floor_bytes, "before the start")
+        journal.enter("start", package=str(options.package), ranks=ranks)
+        check_start_floor(options, header)
         stack.enter_context(others)
 
         def progress(phase: str, done: int, total: int) -> None:
@@ -216,44 +173,27 @@ def run(
             meet(options.rank, ranks, address, offered, secret, rendezvous_timeout_s, progress)
         )
         stack.enter_context(ends_with(meeting, _cut_off, STUCK_GRACE_S))
-        run_rank(options, meeting, journal, floor_bytes)
+        run_rank(options, header, meeting, journal)
         meeting.close()
         others.wait(STUCK_GRACE_S)
 
 
-def _cut_off(code: int) -> None:
-    print("error: still busy long after a rank was lost; ending", file=sys.stderr, flush=True)
-    os._exit(code)
-
-
-def read_own_header(package: Path, rank: int) -> PackageHeader:
-    """The head of this rank's file. Raises PackageError, also for a rank it does not have."""
-    directory = locate(package)
-    file = directory / file_name(rank)
-    if rank < 0 or not file.exists():
-        held = ", ".join(sorted(p.name for p in directory.glob("*.safetensors"))) or "none"
-        raise PackageError(f"{file} expected for rank {rank}; files here: {held}")
-    return read_header(file)
-
-
-def check_device(gpus: str, header: PackageHeader) -> None:
-    """Refuse to run a package on another kind of device than it was exported for."""
-    made_for = header.manifest.recipe.device
-    if device_of(gpus) != made_for:
-        wanted = "cpu" if made_for == "cpu" else "the number of a GPU"
-        raise UsageError(
-            f"--gpus is {gpus!r}, but {header.path} was exported for {made_for}; accepted: {wanted}"
-        )
+def _cut_off(error: PeerLostError) -> None:
+    print(f"error: {error} (cut off while busy)", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
 
 
 def followers(options: RunOptions, ranks: int, address: str, secret: str) -> LocalRanks:
     """The other ranks of --local, with the same options."""
     shared = ["--rendezvous", address, "--gpus", options.gpus, "--parent", str(os.getpid())]
+    shared += ["--ranks", str(ranks)]
     for name, value in options.compared.items():
         if value is True:
             shared.append(f"--{name}")
         elif value not in (None, False):
             shared += [f"--{name}", str(value)]
+    if options.package_cache is not None:
+        shared += ["--package-cache", str(options.package_cache)]
     if options.threads is not None:
         shared += ["--threads", str(options.threads)]
     head = ["engine.cli.flare", "run", str(options.package)]
@@ -264,133 +204,3 @@ def followers(options: RunOptions, ranks: int, address: str, secret: str) -> Loc
         SECRET_VARIABLE: secret,
     }
     return LocalRanks(commands, environ)
-
-
-def run_rank(options: RunOptions, meeting: Meeting, journal: Journal, floor_bytes: int) -> None:
-    """Bring one rank up and keep it running until it is told to end."""
-    from engine.core import LeadCore, follow
-    from engine.mesh import build_mesh
-    from engine.residence import build_rank, fold_of, rank_map_of
-
-    journal.enter("communication")
-    mesh = build_mesh(meeting)
-    package = open_package(
-        options.package,
-        options.rank,
-        verify=not options.unverified,
-        on_read=True,
-        progress=journal.part("verify"),
-    )
-    with package:
-        graphs = own_graphs(package)
-        fixed_bytes = rank_map_of(package).fixed_bytes
-        pages = cache_pages(options, package, meeting, journal, fixed_bytes, floor_bytes)
-        journal.enter("load", fixed_mib=fixed_bytes // 2**20)
-        threads = options.threads or int(os.environ["OMP_NUM_THREADS"])
-        model = build_rank(package, graphs, pages, mesh, threads, journal.progress)
-        if options.rank:
-            journal.enter("follow")
-            follow(model, mesh)
-            return
-        core = LeadCore(model, mesh, fold_of(package))
-        try:
-            journal.enter("warm up")
-            core.warm_up()
-            serve_core(options, core, package, meeting, journal)
-        finally:
-            core.close()
-
-
-def own_graphs(package: Package):
-    """This rank's graphs, after a look that the package was made for the same ones."""
-    manifest = package.manifest
-    of_all = [
-        build_graphs(manifest.config, manifest.recipe, manifest.deals, rank)
-        for rank in range(manifest.recipe.ranks)
-    ]
-    check_graphs(package, digests_over_ranks(of_all))
-    return of_all[package.rank]
-
-
-def cache_pages(
-    options: RunOptions,
-    package: Package,
-    meeting: Meeting,
-    journal: Journal,
-    fixed_bytes: int,
-    floor_bytes: int,
-) -> int:
-    """Size the KV cache with all ranks, and say how."""
-    manifest = package.manifest
-    journal.enter("cache")
-    available = read_host_memory().available_bytes
-    own = HostTerms(options.rank, available, fixed_bytes, host_id())
-    pages, found = agree_on_pages(
-        meeting,
-        own,
-        lambda terms: plan_cache(
-            terms,
-            floor_bytes,
-            manifest.memory_map["kv"],
-            manifest.config,
-            manifest.recipe,
-            options.limit_bytes(),
-        ),
-    )
-    if found is not None:
-        found.log(journal.log)
-    return pages
-
-
-def serve_core(
-    options: RunOptions, core, package: Package, meeting: Meeting, journal: Journal
-) -> None:
-    """Answer HTTP until told to stop or a rank is gone; then raise PeerLostError."""
-    directory = locate(options.package)
-    tokenizer, chat = directory / "tokenizer.json", directory / "chat_format.json"
-    service = Service(
-        core,
-        package.manifest.config,
-        package.manifest.recipe,
-        host=options.host,
-        port=options.port,
-        model_name=options.model_name or directory.resolve().name,
-        tokenizer_path=tokenizer if tokenizer.exists() else None,
-        options=ServeOptions(
-            scheduler_policy=options.scheduler_policy,
-            draft_tokens=options.mtp_draft_tokens,
-            package_hash=package.package_hash,
-            prefix_cache_memory_bytes=options.prefix_cache_memory,
-            prefix_cache_disk=options.prefix_cache_disk,
-            prefix_cache_disk_limit_bytes=options.prefix_cache_disk_limit,
-            chat_format=chat if chat.exists() else None,
-            api_key=_api_key(options.api_key_file),
-            drain_seconds_max=options.drain_s,
-        ),
-    )
-
-    def gone(error: PeerLostError) -> None:
-        journal.log("a rank is gone", reason=str(error))
-        service.stop()
-
-    meeting.on_lost(gone)
-    journal.enter("serve")
-
-    def ready(url: str) -> None:
-        journal.log("ready", url=url, tokens=core.pages * core.page_tokens)
-        print(f"ready {url}", flush=True)
-
-    service.run(ready)
-    meeting.check()
-
-
-def _api_key(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        key = file.read_text().strip()
-    except OSError as error:
-        raise UsageError(f"cannot read the key {file}: {error.strerror}") from error
-    if not key:
-        raise UsageError(f"{file} is empty; it must hold the key")
-    return key

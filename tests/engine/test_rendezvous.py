@@ -18,7 +18,7 @@ import pytest
 from engine.errors import PeerLostError, RendezvousError
 from engine.link import INBOX_BYTES_MAX
 from engine.meeting import ends_with
-from engine.rendezvous import meet, parse_address
+from engine.rendezvous import ANY, meet, parse_address
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -292,6 +292,13 @@ def test_an_ipv6_address_is_read_and_written_in_brackets():
     assert (parsed.host, parsed.port, str(parsed)) == ("::1", 29500, "[::1]:29500")
 
 
+def test_a_rank_without_an_opinion_takes_what_rank_0_has(address):
+    meetings = meet_in_threads(address, (0, {"package": "ab"}), (1, {"package": ANY}))
+    assert [meeting.rank for meeting in meetings] == [0, 1]
+    for meeting in meetings:
+        meeting.close()
+
+
 # --- losing a rank --------------------------------------------------------------------------
 
 
@@ -377,17 +384,17 @@ def test_silence_of_a_healthy_rank_is_a_timeout_not_a_loss(pair):
 def test_a_rank_stuck_after_a_loss_is_ended(pair):
     first, second = pair
     ended = threading.Event()
-    codes = []
-    with ends_with(first, lambda code: (codes.append(code), ended.set()), grace_s=0.1):
+    losses = []
+    with ends_with(first, lambda loss: (losses.append(loss), ended.set()), grace_s=0.1):
         second.close("broken")
         assert ended.wait(5)
-    assert codes == [PeerLostError.exit_code]
+    assert [str(loss) for loss in losses] == ["rank 1 is gone: broken"]
 
 
 def test_a_rank_that_comes_back_after_a_loss_is_not_ended(pair):
     first, second = pair
-    codes = []
-    with ends_with(first, codes.append, grace_s=0.3):
+    losses = []
+    with ends_with(first, losses.append, grace_s=0.3):
         second.close("broken")
     time.sleep(0.5)
-    assert codes == []
+    assert losses == []
