@@ -1,7 +1,7 @@
 """Speed of the engine on this machine: prefill, decode, ranks, growth, against the float64 GEMM rate.
 
 Prints one table. Nothing here is a test: a figure depends on the machine and on what else it does.
-Run it alone: `python benchmarks/engine.py [--quick]`.
+Run it alone: `python benchmarks/speed.py [--quick]`.
 """
 
 from __future__ import annotations
