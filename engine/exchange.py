@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.comm import Communicator
 from engine.ir import Op
-from engine.ops.bind import Binding, Run, as_torch
+from engine.ops.bind import Add, Array, Binding, Run, as_bytes, as_torch
 from engine.ops.numeric import from_bf16, kernel, to_bf16
 
 
@@ -57,6 +57,13 @@ def sum_bf16(first, past, parts, out):
 _SUM = {("f64", "bf16"): sum_f64_to_bf16, ("f64", "f64"): sum_f64, ("bf16", "bf16"): sum_bf16}
 
 
+def bind_add(b: Binding, op: Op) -> Add:
+    """Compiled sums over numpy arrays, rows shared among the workers."""
+    add = _SUM[b.tensor(op.inputs[0]).dtype, b.tensor(op.outputs[0]).dtype]
+    run = b.workers.run
+    return lambda parts, out: run(add, len(out), 64, parts, out)
+
+
 class _Pending:
     """Holds the exchange between start and finish."""
 
@@ -78,8 +85,8 @@ def _transfer(begin: Callable[[], object], end: Run) -> Transfer:
     return Transfer(pending.start, pending.finish)
 
 
-def _bytes(array: np.ndarray):
-    return as_torch(array.reshape(-1).view(np.uint8))
+def _bytes(array: Array):
+    return as_torch(as_bytes(array))
 
 
 def bind_reduce(b: Binding, op: Op, comm: Communicator) -> Transfer:
@@ -87,7 +94,7 @@ def bind_reduce(b: Binding, op: Op, comm: Communicator) -> Transfer:
     part, (out,) = b.array(op.inputs[0]), b.arrays(op.outputs)
     staging = b.array(op.scratch[0]).reshape(-1)
     row0, width, ranks = op.params["row0"], part.shape[1], b.ranks
-    add = _SUM[b.tensor(op.inputs[0]).dtype, b.tensor(op.outputs[0]).dtype]
+    add = b.backend.bind_add(b, op)
     row_bytes = width * part.itemsize
     if op.params["rows"] == "all":
         rows, at = len(part), row0
@@ -107,8 +114,8 @@ def bind_reduce(b: Binding, op: Op, comm: Communicator) -> Transfer:
                 _bytes(parts), _bytes(part), [rows * row_bytes] * ranks, sent_sizes
             )
 
-    result, run = out[at : at + rows], b.workers.run
-    return _transfer(begin, lambda: run(add, rows, 64, parts, result))
+    result = out[at : at + rows]
+    return _transfer(begin, lambda: add(parts, result))
 
 
 def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
@@ -143,9 +150,9 @@ def bind_gather_rows(b: Binding, op: Op, comm: Communicator) -> Transfer:
     return _transfer(begin, end)
 
 
-def _rows_of_bytes(array: np.ndarray) -> np.ndarray:
+def _rows_of_bytes(array: Array) -> Array:
     size = array.itemsize * int(np.prod(array.shape[1:]))
-    return array.reshape(-1).view(np.uint8).reshape(len(array), size)
+    return as_bytes(array).reshape(len(array), size)
 
 
 def bind_gather_columns(b: Binding, op: Op, comm: Communicator) -> Transfer:

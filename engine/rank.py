@@ -9,15 +9,26 @@ import numpy as np
 from engine.batch import Batch
 from engine.comm import Communicator
 from engine.config import ModelConfig
-from engine.executor import Executor, Observer
+from engine.device import cuda_backend
+from engine.executor import NATIVE, Executor, Observer
 from engine.ir import Graph
 from engine.model.graphs import HEAD_ROWS, tile_counts
 from engine.model.layout import KV_POOL, CacheLayout
-from engine.ops.bind import NUMPY_DTYPE
+from engine.ops.bind import Array, Backend, shaped
 from engine.ops.rows import Workers
 from engine.planner import Plan
 from engine.recipe import Recipe
 from engine.shard import Deal
+
+
+def backend_of(recipe: Recipe) -> Backend:
+    """The backend that a recipe asks for: compiled kernels on the CPU, torch on CUDA.
+
+    Raises UsageError where there is no CUDA device.
+    """
+    if recipe.device == "cpu":
+        return NATIVE
+    return cuda_backend(recipe.accumulation, ranks=recipe.ranks)
 
 
 class RankModel:
@@ -25,6 +36,7 @@ class RankModel:
 
     weights  bytes (uint8) by name; those of the Engram tables may be memory mapped
     pages    pages of the KV pool
+    backend  where the bytes are and the kernels that work on them; as the recipe asks if None
     """
 
     def __init__(
@@ -39,15 +51,20 @@ class RankModel:
         comm: Communicator,
         threads: int,
         observer: Observer | None = None,
+        backend: Backend | None = None,
     ) -> None:
+        self.backend = backend_of(recipe) if backend is None else backend
+        assert self.backend.accumulation == recipe.accumulation, (
+            f"kernels add up in {self.backend.accumulation}, the recipe in {recipe.accumulation}"
+        )
         self.config = config
         self.recipe = recipe
         self.pages = pages
         self.layout = CacheLayout(config, recipe)
         self.graphs = {graph.name: graph for graph in graphs}
         self.persistent = self._allocate(graphs, weights)
-        arena = np.zeros(plan.size_bytes, np.uint8)
-        self.workers = Workers(threads)
+        arena = self.backend.zeros(plan.size_bytes)
+        self.workers = Workers(threads if self.backend.threads else 1)
         self.executor = Executor(
             graphs,
             self.persistent,
@@ -58,11 +75,12 @@ class RankModel:
             comm,
             self.workers,
             observer,
+            self.backend,
         )
 
     def _allocate(
-        self, graphs: Sequence[Graph], weights: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
+        self, graphs: Sequence[Graph], weights: Mapping[str, Array]
+    ) -> dict[str, Array]:
         """Bytes of every persistent tensor: weights as given, the rest zeroed at its largest."""
         sizes: dict[str, int] = {}
         for graph in graphs:
@@ -71,14 +89,21 @@ class RankModel:
                     continue
                 counts = {**graph.limits, "P": self.pages}
                 sizes[tensor.name] = max(sizes.get(tensor.name, 0), tensor.size_bytes(counts))
-        owned = {name: np.zeros(size, np.uint8) for name, size in sizes.items()}
-        return {**weights, **owned}
+        owned = {name: self.backend.zeros(size) for name, size in sizes.items()}
+        on_host = {
+            op.inputs[index]
+            for graph in graphs
+            for op in graph.ops
+            for index in self.backend.reads_on_host.get(op.kind, ())
+        }
+        place = self.backend.place
+        placed = {name: w if name in on_host else place(w) for name, w in weights.items()}
+        return {**placed, **owned}
 
-    def io(self, graph: str, name: str, counts: Mapping[str, int]) -> np.ndarray:
+    def io(self, graph: str, name: str, counts: Mapping[str, int]) -> Array:
         """An input or output of a graph under some counts."""
         tensor = self.graphs[graph].tensors[name]
-        raw = self.persistent[name][: tensor.size_bytes(counts)]
-        return raw.view(NUMPY_DTYPE[tensor.dtype]).reshape(tensor.dims(counts))
+        return shaped(self.persistent[name][: tensor.size_bytes(counts)], tensor, counts)
 
     def counts(self, graph: str, rows: int, sequences: int, logit_rows: int = 0) -> dict[str, int]:
         """The counts of a step."""
@@ -105,9 +130,8 @@ class RankModel:
                 continue
             target = self.io(batch.graph, name, counts)
             if name == "pages":
-                target[:, : values.shape[1]] = values
-            else:
-                target[...] = values
+                target = target[:, : values.shape[1]]
+            self.backend.write(target, values)
 
     def step(self, batch: Batch) -> np.ndarray:
         """Run the target on a batch; logits fp32 [wanted rows, vocabulary]."""
@@ -119,9 +143,9 @@ class RankModel:
         for first in range(0, len(wanted), HEAD_ROWS):
             part = wanted[first : first + HEAD_ROWS]
             head = self.counts("head", batch.rows, batch.sequences, len(part))
-            self.io("head", "logit_rows", head)[...] = part
+            self.backend.write(self.io("head", "logit_rows", head), part)
             self.executor.run("head", head)
-            logits[first : first + len(part)] = self.io("head", "logits", head)
+            logits[first : first + len(part)] = self.backend.host(self.io("head", "logits", head))
         return logits
 
     def draft(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -129,14 +153,15 @@ class RankModel:
         counts = self.counts("draft", batch.rows, batch.sequences)
         self._fill(batch, counts)
         ids = self.io("draft", "draft_ids", counts)
-        ids[:, 0] = batch.ids.reshape(batch.sequences, -1)[:, 0]
+        self.backend.write(ids[:, 0], batch.ids.reshape(batch.sequences, -1)[:, 0])
         self.executor.run("draft", counts)
-        logits = self.io("draft", "draft_logits", counts)
-        return ids[:, 1:].copy(), logits.copy(), self.io("draft", "confidence", counts).copy()
+        found = (ids[:, 1:], *(self.io("draft", n, counts) for n in ("draft_logits", "confidence")))
+        ids, logits, confidence = (self.backend.host(array).copy() for array in found)
+        return ids, logits, confidence
 
     # Cache state, for prefix hits -------------------------------------------------------------
 
-    def _slot_states(self, slot: int) -> list[np.ndarray]:
+    def _slot_states(self, slot: int) -> list[Array]:
         found = []
         for name in sorted(self.persistent):
             if name.endswith((".ring", ".tail")):
@@ -146,7 +171,7 @@ class RankModel:
 
     def export_window(self, slot: int) -> bytes:
         """Rings and open groups of a slot."""
-        return b"".join(state.tobytes() for state in self._slot_states(slot))
+        return b"".join(self.backend.host(state).tobytes() for state in self._slot_states(slot))
 
     def import_window(self, slot: int, content: bytes) -> None:
         """Restore what export_window gave."""
@@ -155,11 +180,19 @@ class RankModel:
         assert len(content) == size, f"window state has {len(content)} bytes, {size} are needed"
         at = 0
         for state in states:
-            state[...] = np.frombuffer(content, np.uint8, state.nbytes, at)
+            self.backend.write(state, np.frombuffer(content, np.uint8, state.nbytes, at))
             at += state.nbytes
 
-    def page(self, page: int) -> np.ndarray:
+    def read_page(self, page: int) -> bytes:
         """The bytes of one page of the pool."""
+        return self.backend.host(self.page(page)).tobytes()
+
+    def write_page(self, page: int, content: bytes) -> None:
+        """Write what read_page gave."""
+        self.backend.write(self.page(page), np.frombuffer(content, np.uint8))
+
+    def page(self, page: int) -> Array:
+        """One page of the pool, uint8."""
         assert 0 <= page < self.pages, f"page {page} of {self.pages}"
         return self.persistent[KV_POOL].reshape(self.pages, self.layout.page_bytes)[page]
 

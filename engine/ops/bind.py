@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,8 +22,64 @@ NUMPY_DTYPE = {
     "f32": np.dtype(np.float32),
     "f64": np.dtype(np.float64),
 }
+TORCH_DTYPE = {
+    "u8": torch.uint8,
+    "i32": torch.int32,
+    "i64": torch.int64,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+}
 
 Run = Callable[[], None]
+Array = np.ndarray | torch.Tensor
+Add = Callable[[Array, Array], None]
+"""add(parts [ranks, rows, width], out [rows, width]): the sum in rank order, rounded once."""
+
+
+class Streams(Protocol):
+    """Issues the ops of a graph on a device's own streams, without waiting for their results."""
+
+    def program(self, graph: Graph, runs: Mapping[str, Sequence[Run]]) -> list[Run]:
+        """What issues every op at its place; `runs` holds the parts of each op by its name."""
+        ...
+
+
+class Backend(Protocol):
+    """Where a rank's bytes live and which kernels work on them; nothing else tells devices apart.
+
+    accumulation   dtype inside an op
+    binders        kernel table
+    reads_on_host  inputs, by kind of op, that stay arrays of the host (mapped files)
+    threads        whether kernels may be shared among worker threads
+    streams        None where this thread itself runs every op in issue order
+    """
+
+    accumulation: str
+    binders: Mapping[str, Callable[[Binding, Op], Run]]
+    reads_on_host: Mapping[str, tuple[int, ...]]
+    threads: bool
+    streams: Streams | None
+
+    def zeros(self, size_bytes: int) -> Array:
+        """New bytes, all zero."""
+        ...
+
+    def place(self, content: Array) -> Array:
+        """These bytes where kernels read them: the same memory if it is there already."""
+        ...
+
+    def write(self, target: Array, values: np.ndarray) -> None:
+        """Copy values of the host into an array of the same shape and dtype."""
+        ...
+
+    def host(self, array: Array) -> np.ndarray:
+        """An array's values on the host when all that was issued is done; maybe the same memory."""
+        ...
+
+    def bind_add(self, b: Binding, op: Op) -> Add:
+        """What adds the partial sums of all ranks for a comm op."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,12 +91,13 @@ class Binding:
 
     graph: Graph
     counts: Mapping[str, int]
-    bytes_of: Callable[[str], np.ndarray]
+    bytes_of: Callable[[str], Array]
     config: ModelConfig
     rank: int
     deals: Sequence[Deal]
     workers: Workers
-    _arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    backend: Backend
+    _arrays: dict[str, Array] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -50,19 +108,18 @@ class Binding:
         """The declaration."""
         return self.graph.tensors[name]
 
-    def array(self, name: str) -> np.ndarray:
-        """The tensor as a numpy array (bf16 as uint16), shaped by the counts."""
+    def array(self, name: str) -> Array:
+        """The tensor as an array of the backend's library (numpy has bf16 as uint16)."""
         if name not in self._arrays:
             tensor = self.graph.tensors[name]
             assert tensor.strides is None, f"{name}: kernels take row-major tensors"
             start = self.graph.root_offset_bytes(name)
             size = tensor.size_bytes(self.counts)
             raw = self.bytes_of(self.graph.root(name))[start : start + size]
-            shaped = raw.view(NUMPY_DTYPE[tensor.dtype]).reshape(tensor.dims(self.counts))
-            self._arrays[name] = shaped
+            self._arrays[name] = shaped(raw, tensor, self.counts)
         return self._arrays[name]
 
-    def arrays(self, names: Sequence[str]) -> list[np.ndarray]:
+    def arrays(self, names: Sequence[str]) -> list[Array]:
         """Several arrays."""
         return [self.array(name) for name in names]
 
@@ -85,9 +142,20 @@ class Binding:
         return first, min(first + size, self.counts["T"])
 
 
-def as_torch(array: np.ndarray) -> torch.Tensor:
+def shaped(raw: Array, tensor: Tensor, counts: Mapping[str, int]) -> Array:
+    """Bytes as the tensor's dtype and shape: the same memory, of the same library."""
+    dtypes = NUMPY_DTYPE if isinstance(raw, np.ndarray) else TORCH_DTYPE
+    return raw.view(dtypes[tensor.dtype]).reshape(tensor.dims(counts))
+
+
+def as_bytes(array: Array) -> Array:
+    """The bytes of a contiguous array, flat; the same memory, of the same library."""
+    return array.reshape(-1).view(np.uint8 if isinstance(array, np.ndarray) else torch.uint8)
+
+
+def as_torch(array: Array) -> torch.Tensor:
     """The same memory as a torch tensor; uint16 stays bits."""
-    return torch.from_numpy(array)
+    return torch.from_numpy(array) if isinstance(array, np.ndarray) else array
 
 
 def rope_frequencies(config: ModelConfig, compressed: bool) -> np.ndarray:
