@@ -40,9 +40,14 @@ BOUND = _record("low", "placed", "refused", "seen", "top", "goal")
 buffer was last refused, or -1. seen, top: the choice that last looked at it, and what it saw.
 goal: of a refused buffer, the least top it can rest on; -1 once settled."""
 
-SECTION = _record("remaining", "unplaced", "crossing", "floor", "stale")
+SECTION = _record(
+    *("remaining", "unplaced", "crossing", "floor", "moved", "stale"),
+    *("touched", "known", "options", "none", "reach_from", "reach_to"),
+)
 """remaining, unplaced: bytes and count of unplaced buffers. crossing: unplaced buffers that span
-this section and the next. stale: its checks must be made again."""
+this section and the next. moved: its floor must be computed anew. stale: its checks must be made
+again, because a bound rose. touched: something moved since the last choice. known: options (-1
+outside a niche) and none are still right; they depend on sections [reach_from, reach_to)."""
 
 TRAIL = _record("buffer", "low", "refused")
 FRAME = _record("begin", "end", "trail", "stack", "option", "next", "count", "none")
@@ -74,7 +79,7 @@ def new_state(board: Board) -> State:
         np.zeros(buffers, dtype=np.int64),
         np.zeros(frames, dtype=FRAME),
         np.zeros(16 * frames + 4 * buffers, dtype=np.int64),
-        np.zeros((2, buffers), dtype=np.int64),
+        np.zeros((2, max(buffers, sections)), dtype=np.int64),
         np.zeros(SPILLED + 1, dtype=np.int64),
     )
 
@@ -93,7 +98,10 @@ def reset(board, state):
         section.remaining = 0
         section.unplaced = 0
         section.crossing = 0
+        section.moved = 1
         section.stale = 1
+        section.touched = 1
+        section.known = 0
     state.registers[:] = 0
     for i in range(board.buffer.size):
         bound = state.bound[i]
@@ -113,6 +121,8 @@ def count_in(board, state, i, sign):
         section = state.section[board.home[q]]
         section.remaining += sign * buffer.size
         section.unplaced += sign
+        section.moved = 1
+        section.touched = 1
     for s in range(buffer.first, buffer.last - 1):
         state.section[s].crossing += sign
 
@@ -132,7 +142,10 @@ def change(board, state, i, low, refused):
     state.registers[TRAIL_COUNT] = at + 1
     if low > bound.low:
         for q in range(board.buffer[i].home_from, board.buffer[i].home_to):
-            state.section[board.home[q]].stale = 1
+            section = state.section[board.home[q]]
+            section.moved = 1
+            section.stale = 1
+            section.touched = 1
     bound.low = low
     bound.refused = refused
 
@@ -161,6 +174,12 @@ def undo(board, state, frame):
         state.registers[TRAIL_COUNT] -= 1
         entry = state.trail[state.registers[TRAIL_COUNT]]
         bound = state.bound[entry.buffer]
+        if bound.low != entry.low:
+            buffer = board.buffer[entry.buffer]
+            for q in range(buffer.home_from, buffer.home_to):
+                section = state.section[board.home[q]]
+                section.moved = 1
+                section.touched = 1
         bound.low = entry.low
         bound.refused = entry.refused
     while state.registers[STACK_COUNT] > frame.stack:

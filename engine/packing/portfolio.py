@@ -7,7 +7,9 @@ an optional deadline, which can only end the search early.
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +19,16 @@ import numpy as np
 from engine.packing.reduce import Part
 from engine.packing.tricks import Tricks
 
-FIRST_ALLOWANCE = 1000
-"""Choices of a run in the first round."""
-GROWTH = 1.5
-"""Factor on the allowance from round to round."""
+SPARE_CHOICES = 50
+CHOICES_PER_BUFFER = 1.25
+"""Together the allowance of a run in the first round."""
+PATIENCE_ROUNDS = 20
+"""Rounds after which the allowance grows fast, because the problem may have no placement."""
+GROWTH_PATIENT = 1.05
+GROWTH_AFTER = 1.5
+"""Factors on the allowance from round to round."""
+NOISE = (0.0, 0.3, 1.0, 0.03)
+"""Random factors exp(-noise..noise) on what is tried first, round by round, over and over."""
 ORDERS = (
     ("width", False),
     ("size", True),
@@ -102,6 +110,7 @@ def search_part(
     capacity_bytes: int,
     nodes_max: int,
     tricks: Tricks,
+    seed: int = 0,
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Looks for offsets below capacity_bytes (the part's base included) with nodes_max choices.
@@ -117,22 +126,30 @@ def search_part(
     orders = ORDERS if tricks.portfolio else ORDERS[:1]
     weights = [np.ones(len(part.sections)) for _ in orders]
     counters: Counter = Counter()
-    allowance = float(FIRST_ALLOWANCE if tricks.restarts else nodes_max)
+    allowance = SPARE_CHOICES + CHOICES_PER_BUFFER * len(part.indices)
+    if not tricks.restarts:
+        allowance = float(nodes_max)
     left = nodes_max
-    while True:
+    noise = random.Random(seed)
+    for round_index in itertools.count():
         for (name, lowest_only), weight in zip(orders, weights, strict=True):
             if left <= 0 or out_of_time():
                 return Outcome("open", None, "", counters)
-            nodes_max_run = min(left, int(allowance))
+            value = values[name] * _factors(noise, NOISE[round_index % len(NOISE)], board)
             status, nodes = search(
-                board, state, tricks, values[name], weight, lowest_only, nodes_max_run
+                board, state, tricks, value, weight, lowest_only, min(left, int(allowance))
             )
             left -= max(nodes, 1)
-            counters["nodes"] += nodes
-            counters["runs"] += 1
+            counters.update(nodes=nodes, runs=1)
             counters.update(dict(zip(COUNTERS, state.registers.tolist(), strict=False)))
             if status == FOUND:
                 return Outcome("found", state.bound["low"].copy(), name, counters)
             if status == EXHAUSTED:
                 return Outcome("proven", None, name, counters)
-        allowance *= GROWTH
+        allowance *= GROWTH_PATIENT if round_index < PATIENCE_ROUNDS else GROWTH_AFTER
+    raise AssertionError("rounds are endless")
+
+
+def _factors(noise: random.Random, strength: float, board) -> np.ndarray:
+    """Random factors [buffers], all 1 at strength 0."""
+    return np.exp([strength * (2 * noise.random() - 1) for _ in range(len(board.buffer))])

@@ -166,8 +166,7 @@ def propagate(board, state, tricks, begin, end):
             return board.buffer[i].first
     for s in range(begin, end):
         section = state.section[s]
-        section.floor = HUGE
-        if section.unplaced == 0:
+        if not (section.moved or section.stale):
             continue
         floor = HUGE
         highest = 0
@@ -180,7 +179,8 @@ def propagate(board, state, tricks, begin, end):
                 highest = max(highest, bound.low)
                 last_end = max(last_end, bound.low + board.buffer[i].size)
         section.floor = floor
-        if section.stale:
+        section.moved = 0
+        if section.stale and floor < HUGE:
             if _over_capacity(board, state, tricks, s, highest, last_end):
                 return s
             section.stale = 0

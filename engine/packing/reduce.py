@@ -69,20 +69,22 @@ class Reduced:
 
 def _components(sections: Sequence[frozenset[int]]) -> list[list[frozenset[int]]]:
     """Sections grouped so that no buffer is in two groups, in order of their first section."""
-    groups: list[tuple[set[int], list[int]]] = []
-    for number, section in enumerate(sections):
-        members, numbers, apart = set(section), [number], []
-        for group in groups:
-            if group[0].isdisjoint(members):
-                apart.append(group)
-            else:
-                members |= group[0]
-                numbers += group[1]
-        groups = [*apart, (members, numbers)]
-    return sorted(
-        ([sections[n] for n in sorted(numbers)] for _, numbers in groups),
-        key=lambda group: sections.index(group[0]),
-    )
+    leader = {index: index for section in sections for index in section}
+
+    def find(index: int) -> int:
+        while leader[index] != index:
+            leader[index] = leader[leader[index]]
+            index = leader[index]
+        return index
+
+    for section in sections:
+        first, *others = section
+        for index in others:
+            leader[find(index)] = find(first)
+    groups: dict[int, list[frozenset[int]]] = {}
+    for section in sections:
+        groups.setdefault(find(next(iter(section))), []).append(section)
+    return list(groups.values())
 
 
 def _part(

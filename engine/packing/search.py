@@ -96,61 +96,86 @@ def _twin_waits(board, state, i):
 
 
 @kernel
+def _forget(state):
+    """Marks as unknown the options of sections within reach of what moved since the last choice."""
+    last_touched = -1
+    reached = state.work[1]
+    for s in range(state.section.size):
+        if state.section[s].touched:
+            last_touched = s
+            state.section[s].touched = 0
+        reached[s] = last_touched
+    for s in range(state.section.size):
+        section = state.section[s]
+        if section.known and reached[section.reach_to - 1] >= section.reach_from:
+            section.known = 0
+
+
+@kernel
 def _count_options(board, state, tricks, s, stamp):
-    """How many buffers can sit on the floor of s, and whether none may; -1 outside a niche."""
-    floor = state.section[s].floor
+    """Finds how many buffers can sit on the floor of s, and whether none may."""
+    section = state.section[s]
     count = 0
     next_floor = HUGE
+    section.known = 1
+    section.reach_from = s
+    section.reach_to = s + 1
     for q in range(board.member_at[s], board.member_at[s + 1]):
         i = board.member[q]
         bound = state.bound[i]
         if bound.placed:
             continue
-        if bound.low > floor:
+        if bound.low > section.floor:
             next_floor = min(next_floor, bound.low)
             continue
+        section.reach_from = min(section.reach_from, board.buffer[i].first)
+        section.reach_to = max(section.reach_to, board.buffer[i].last)
         if bound.seen != stamp:
             bound.seen = stamp
             bound.top = -1
             if _sits_in_niche(board, state, i):
                 bound.top = support(board, state, i, False)
         if bound.top < 0:
-            return -1, 0
+            section.options = -1
+            return
         next_floor = min(next_floor, raised(board, state, tricks, i, bound.top))
         if not (tricks.twins and _twin_waits(board, state, i)):
             count += 1
-    return count, 1 if next_floor + state.section[s].remaining <= board.capacity else 0
+    section.options = count
+    section.none = 1 if next_floor + section.remaining <= board.capacity else 0
 
 
 @kernel
 def _choose(board, state, tricks, weight, lowest_only, begin, end, stamp):
-    """The section to branch on in [begin, end), and whether "none" is an option there."""
+    """The section to branch on in [begin, end)."""
+    _forget(state)
     lowest = HUGE
     for s in range(begin, end):
         lowest = min(lowest, state.section[s].floor)
     best = -1
-    best_none = 0
     best_score = 0.0
     for s in range(begin, end):
-        floor = state.section[s].floor
-        if floor == HUGE or (lowest_only and floor > lowest):
+        section = state.section[s]
+        if section.floor == HUGE or (lowest_only and section.floor > lowest):
             continue
-        count, none = _count_options(board, state, tricks, s, stamp)
-        if count < 0:
+        if not section.known:
+            _count_options(board, state, tricks, s, stamp)
+        if section.options < 0:
             continue
-        score = (weight[s] if tricks.learned_weights else 1.0) / (count + none)
+        score = weight[s] if tricks.learned_weights else 1.0
+        score /= section.options + section.none
         if not tricks.fewest_options:
             score = 1.0
-        score -= 1e-9 * floor / board.capacity
+        score -= 1e-9 * section.floor / board.capacity
         if best < 0 or score > best_score:
-            best, best_none, best_score = s, none, score
-            if count + none <= 1:
+            best, best_score = s, score
+            if section.options + section.none <= 1:
                 break
-    return best, best_none
+    return best
 
 
 @kernel
-def _open(board, state, tricks, priority, s, none, begin, end):
+def _open(board, state, tricks, priority, s, begin, end):
     """A new frame: the buffers that can sit on the floor of s, highest priority first."""
     d = state.registers[FRAME_COUNT]
     start = state.registers[OPTION_COUNT]
@@ -179,7 +204,7 @@ def _open(board, state, tricks, priority, s, none, begin, end):
     frame.option = start
     frame.next = 0
     frame.count = count
-    frame.none = none
+    frame.none = state.section[s].none
     state.registers[OPTION_COUNT] = start + count
     state.registers[FRAME_COUNT] = d + 1
 
@@ -258,8 +283,8 @@ def _compile_lazily(fingerprint: int) -> Callable:
                 if nodes >= nodes_max:
                     return LIMIT, nodes
                 nodes += 1
-                s, none = _choose(board, state, tricks, weight, lowest_only, begin, end, nodes)
-                _open(board, state, tricks, priority, s, none, begin, end)
+                s = _choose(board, state, tricks, weight, lowest_only, begin, end, nodes)
+                _open(board, state, tricks, priority, s, begin, end)
                 if state.registers[SPILLED]:
                     return LIMIT, nodes
             else:

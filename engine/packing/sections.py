@@ -50,9 +50,14 @@ def maximal_sections(sections: Sequence[frozenset[int]]) -> list[frozenset[int]]
 def neighbours_of(sections: Iterable[frozenset[int]], count: int) -> list[np.ndarray]:
     """Per buffer of `count`, the ascending indices of the buffers it may not overlap."""
     found: list[set[int]] = [set() for _ in range(count)]
+    before: frozenset[int] = frozenset()
     for section in sections:
-        for index in section:
+        arrived = section - before  # pairs of two that stayed are known from the section before
+        for index in arrived:
             found[index] |= section
+        for index in section & before:
+            found[index] |= arrived
+        before = section
     for index, others in enumerate(found):
         others.discard(index)
     return [np.array(sorted(others), dtype=np.int64) for others in found]
@@ -91,4 +96,5 @@ def clique_sections(
                     members.append(j)
                     common &= linked[j]
             take(sorted(members))
-    return sections
+    alone = set(range(len(linked))).difference(*sections)
+    return sections + [frozenset({index}) for index in sorted(alone)]

@@ -97,7 +97,9 @@ def _search(
             found.append((part, offsets))
             continue
         durations = run.durations[list(part.indices)]
-        outcome = search_part(part, durations, capacity_bytes, left, run.tricks, run.out_of_time)
+        outcome = search_part(
+            part, durations, capacity_bytes, left, run.tricks, out_of_time=run.out_of_time
+        )
         run.counters.update(outcome.counters)
         left -= outcome.counters["nodes"]
         if outcome.offsets is None:
