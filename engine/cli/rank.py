@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from engine.cli.console import Journal
-from engine.cli.run_options import RunOptions, floor_of
+from engine.cli.run_options import RunOptions, api_key, floor_of
 from engine.distribution import distribute, receive_own
-from engine.errors import PeerLostError, UsageError
+from engine.errors import PeerLostError
 from engine.hostmem import read_host_memory
 from engine.ir import Graph
 from engine.mapping import digests_over_ranks
@@ -125,7 +124,7 @@ def serve_core(
             prefix_cache_disk=options.prefix_cache_disk,
             prefix_cache_disk_limit_bytes=options.prefix_cache_disk_limit,
             chat_format=chat if chat.exists() else None,
-            api_key=_api_key(options.api_key_file),
+            api_key=api_key(options.api_key_file),
             drain_seconds_max=options.drain_s,
         ),
     )
@@ -143,15 +142,3 @@ def serve_core(
 
     service.run(ready)
     meeting.check()
-
-
-def _api_key(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        key = file.read_text().strip()
-    except OSError as error:
-        raise UsageError(f"cannot read the key {file}: {error.strerror}") from error
-    if not key:
-        raise UsageError(f"{file} is empty; it must hold the key")
-    return key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,6 +120,40 @@ def read_own_header(options: RunOptions) -> PackageHeader | None:
         return read_header(locate(options.package) / file_name(0))
     file = options.directory / file_name(options.rank)
     return read_header(file) if file.exists() else None
+
+
+def check_service(options: RunOptions, header: PackageHeader) -> None:
+    """Refuse now what the server would refuse after the weights are loaded.
+
+    Raises UsageError for drafts that the package has not, a key that cannot be read, and an
+    address that is not this host's or in use.
+    """
+    exported = header.manifest.recipe.mtp_draft_tokens
+    wanted = options.mtp_draft_tokens
+    if wanted is not None and not 0 <= wanted <= exported:
+        raise UsageError(f"--mtp-draft-tokens is {wanted}; accepted: 0 to {exported}")
+    api_key(options.api_key_file)
+    try:
+        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((options.host, options.port), family=family).close()
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen on {options.host} port {options.port}: {error.strerror}; "
+            "a free port is needed (0 takes any)"
+        ) from error
+
+
+def api_key(file: Path | None) -> str | None:
+    """The key that clients must send, if there is one."""
+    if file is None:
+        return None
+    try:
+        key = file.read_text().strip()
+    except OSError as error:
+        raise UsageError(f"cannot read the key {file}: {error.strerror}") from error
+    if not key:
+        raise UsageError(f"{file} is empty; it must hold the key")
+    return key
 
 
 def check_device(gpus: str, header: PackageHeader) -> None:

@@ -25,6 +25,7 @@ from engine.cli.rank import run_rank
 from engine.cli.run_options import (
     RunOptions,
     check_device,
+    check_service,
     check_start_floor,
     number_of_ranks,
     read_own_header,
@@ -149,6 +150,9 @@ def run(
     ranks = number_of_ranks(options, header, ranks)
     if header is not None:
         check_device(options.gpus, header)
+    if options.rank == 0:
+        assert header is not None, "rank 0 has its package"
+        check_service(options, header)
     if local and options.rank:
         raise UsageError(f"--local starts all ranks; --rank is {options.rank}, 0 is accepted")
     check_rendezvous(rendezvous, ranks, local)
