@@ -1,4 +1,4 @@
-"""The model's hyper-parameters: read from the nested `config.json`, checked, with derived values."""
+"""The model's hyper-parameters: read from the nested `config.json`, checked, derived values."""
 
 from __future__ import annotations
 
@@ -133,6 +133,11 @@ class ModelConfig:
         return (self.engram_max_ngram_size - 1) * self.engram_n_heads
 
     @property
+    def groups_fill_blocks(self) -> bool:
+        """Whether no quantisation block of the output projection's input spans two groups."""
+        return self.o_lora_rank % FP8_BLOCK == 0
+
+    @property
     def mix_width(self) -> int:
         """Coefficients of one hyper-connection set: pre, post and comb."""
         return (2 + self.hc_mult) * self.hc_mult
@@ -254,7 +259,8 @@ def _yarn(value: object, where: str) -> Yarn:
         raise ConfigError(f"{where}: rope_scaling is {value!r}; an object is needed")
     kinds = {value[key] for key in ("rope_type", "type") if key in value}
     if kinds != {"yarn"}:
-        raise ConfigError(f"{where}: rope_scaling type is {sorted(map(str, kinds))}; accepted: yarn")
+        found = sorted(map(str, kinds))
+        raise ConfigError(f"{where}: rope_scaling type is {found}; accepted: yarn")
     rest = {k: v for k, v in value.items() if k not in ("rope_type", "type")}
     _refuse_unknown(rest, _YARN_KEYS, f"{where} rope_scaling")
     if missing := sorted(_YARN_KEYS - set(rest)):
@@ -290,7 +296,7 @@ def _check(c: ModelConfig, where: str) -> None:
     )
     need(
         c.qk_rope_head_dim % 2 == 0 and c.qk_rope_head_dim <= min(c.head_dim, c.index_head_dim),
-        f"qk_rope_head_dim {c.qk_rope_head_dim} must be even and fit into head_dim and index_head_dim",
+        f"qk_rope_head_dim {c.qk_rope_head_dim} must be even and fit into both head dims",
     )
     for name, unit in _MULTIPLES.items():
         value = getattr(c, name)
@@ -316,7 +322,6 @@ _POSITIVE = (
 _MULTIPLES = {
     "hidden_size": FP8_BLOCK,
     "moe_intermediate_size": FP8_BLOCK,
-    "o_lora_rank": FP8_BLOCK,
     "index_head_dim": FP8_BLOCK,
     "head_dim": FP4_KV_BLOCK,
 }
@@ -389,7 +394,7 @@ def _check_tokens(c: ModelConfig, need) -> None:
             "dspark_block_size and dspark_markov_rank must be positive",
         )
         need(
-            bool(c.dspark_target_layer_ids)
-            and all(0 <= i < c.num_hidden_layers for i in c.dspark_target_layer_ids),
-            f"dspark_target_layer_ids {list(c.dspark_target_layer_ids)} must name layers",
+            0 < len(targets := c.dspark_target_layer_ids) == len(set(targets))
+            and all(0 <= i < c.num_hidden_layers for i in targets),
+            f"dspark_target_layer_ids {list(targets)} must name layers, each once",
         )

@@ -24,6 +24,7 @@ class Deal:
     """One rank's share, as half-open ranges.
 
     groups        output groups with all their heads
+    out_rows      rows of the output projection, in blocks of 32; empty where it is dealt by groups
     experts       routed experts of the target layers
     draft_experts routed experts of the draft blocks
     shared        intermediate channels of the shared experts, in blocks of 32
@@ -33,6 +34,7 @@ class Deal:
     """
 
     groups: Range = (0, 0)
+    out_rows: Range = (0, 0)
     experts: Range = (0, 0)
     draft_experts: Range = (0, 0)
     shared: Range = (0, 0)
@@ -53,7 +55,7 @@ class Deal:
 
 @dataclass(frozen=True)
 class Piece:
-    """`source[rows, columns]` of the checkpoint, put at `index` of a stacked array (or all of it)."""
+    """`source[rows, columns]` of the checkpoint, at `index` of a stacked array (or all of it)."""
 
     source: str
     rows: Range | None = None
@@ -63,7 +65,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Weight:
-    """One array of a rank's package; `resident` ones are mapped on the device, others stay on disk."""
+    """One array of a rank's package; `resident` ones go to the device, others stay on disk."""
 
     name: str
     dtype: str
@@ -107,6 +109,7 @@ def _parts(config: ModelConfig) -> list[tuple[str, int]]:
     engram = bool(config.engram_layer_ids)
     return [
         ("groups", config.o_groups),
+        ("out_rows", 0 if config.groups_fill_blocks else config.hidden_size // FP8_BLOCK),
         ("experts", config.n_routed_experts),
         ("shared", config.moe_intermediate_size // FP8_BLOCK),
         ("engram_rows", engram * (config.hc_mult + 1) * config.hidden_size // FP8_BLOCK),
@@ -244,9 +247,11 @@ class _Weights:
         yield self.whole(f"{prefix}.kv_norm.weight", "BF16", (c.head_dim,))
         yield self.rows(f"{prefix}.attn_sink", "F32", heads)
         yield from self.fp8(f"{prefix}.wo_a", group_rows, group_width)
-        yield from self.fp8(
-            f"{prefix}.wo_b", (0, c.hidden_size), c.o_groups * c.o_lora_rank, group_rows
-        )
+        rows, columns = (0, c.hidden_size), group_rows
+        if not c.groups_fill_blocks:
+            # A block of 32 inputs that spans two groups needs both: whole inputs, dealt outputs.
+            rows, columns = tuple(FP8_BLOCK * block for block in self.deal.out_rows), None
+        yield from self.fp8(f"{prefix}.wo_b", rows, c.o_groups * c.o_lora_rank, columns)
 
     def compressor(self, prefix: str, ratio: int) -> Iterator[Weight]:
         c = self.config
@@ -260,7 +265,8 @@ class _Weights:
 
     def index_queries(self, prefix: str) -> Iterator[Weight]:
         c = self.config
-        yield from self.fp8(f"{prefix}.wq_b", (0, c.index_n_heads * c.index_head_dim), c.q_lora_rank)
+        rows = 0, c.index_n_heads * c.index_head_dim
+        yield from self.fp8(f"{prefix}.wq_b", rows, c.q_lora_rank)
         yield self.whole(f"{prefix}.weights_proj.weight", "BF16", (c.index_n_heads, c.hidden_size))
 
     def experts(self, prefix: str, total: int, owned: Range) -> Iterator[Weight]:
@@ -268,7 +274,8 @@ class _Weights:
         yield self.whole(f"{prefix}.gate.weight", "BF16", (total, c.hidden_size))
         yield self.whole(f"{prefix}.gate.bias", "F32", (total,))
         inner, width = c.moe_intermediate_size, c.hidden_size
-        for part, rows, columns in (("w1", inner, width), ("w3", inner, width), ("w2", width, inner)):
+        shapes = {"w1": (inner, width), "w3": (inner, width), "w2": (width, inner)}
+        for part, (rows, columns) in shapes.items():
             for suffix, dtype, packing in (("weight", "I8", 2), ("scale", "F8_E8M0", FP8_BLOCK)):
                 pieces = tuple(
                     Piece(f"{prefix}.experts.{expert}.{part}.{suffix}", index=slot)

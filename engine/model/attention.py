@@ -1,4 +1,4 @@
-"""Lowers attention: queries, window keys, compressed cache, selection, output projection (spec 3)."""
+"""Lowers attention: queries, window keys, compressed cache, selection, output (spec 3)."""
 
 from __future__ import annotations
 
@@ -72,9 +72,8 @@ def attend(low: Lowering, name: str, q: str, window: str, layer: int | None) -> 
     out = b.updated(f"{name}.o", q)
     # Every window row of the step is decoded once, not once for each row that sees it.
     decoded = b.temp(f"{name}.window64", "f64", "T", c.head_dim)
-    b.op(
-        f"{name}.attend", "attend", inputs, (out,), scratch=(decoded,), inplace=((q, out),), **params
-    )
+    more = {"scratch": (decoded,), "inplace": ((q, out),), **params}
+    b.op(f"{name}.attend", "attend", inputs, (out,), **more)
     return out
 
 
@@ -87,7 +86,11 @@ def keep_window(low: Lowering, ring: str, name: str, window: str) -> None:
 
 
 def project_out(low: Lowering, name: str, o: str, table: str) -> str:
-    """Inverse rotation, each group's low-rank product, then the summed output projection."""
+    """Inverse rotation, each group's low-rank product, then the output projection.
+
+    It is a sum over the ranks' groups, or where a quantisation block spans two groups, dealt by
+    outputs over the low-rank products of all ranks.
+    """
     c, b = low.c, low.b
     groups = low.deal.count("groups")
     o = low.rope(f"{name}.o_unrotated", o, table, c.head_dim, "all", inverse=True)
@@ -102,10 +105,19 @@ def project_out(low: Lowering, name: str, o: str, table: str) -> str:
         b.temp(f"{name}.oa.y64", "f64", tile_rows, c.o_lora_rank),
     ]
     weights = [low.weight(f"{name}.wo_a.{s}") for s in ("weight", "scale")]
-    params = {"groups": groups}
+    shift = low.deal.groups[0] * c.o_lora_rank % FP8_BLOCK
+    params = {"groups": groups, "shift": shift}
     b.op(f"{name}.oa", "grouped_linear", (o, *weights), (grouped,), scratch=scratch, **params)
+    dealt = low.shared and not c.groups_fill_blocks
+    if dealt:
+        widths = [deal.count("groups") * c.o_lora_rank for deal in low.deals]
+        grouped, width = low.gather_columns(f"{name}.oa_all", grouped, widths, "T"), sum(widths)
     packed = low.pack(f"{name}.oaq", grouped, width, "T")
-    return low.summed_linear(f"{name}.out", packed, f"{name}.wo_b", "bf16")
+    if not dealt:
+        return low.summed_linear(f"{name}.out", packed, f"{name}.wo_b", "bf16")
+    part = low.linear(f"{name}.out_part", packed, f"{name}.wo_b", "bf16", "T")
+    widths = [deal.count("out_rows") * FP8_BLOCK for deal in low.deals]
+    return low.gather_columns(f"{name}.out", part, widths, low.own)
 
 
 def compress(low: Lowering, name: str, x: str, layer: int, table: str) -> None:
@@ -142,8 +154,9 @@ def pooled(low: Lowering, name: str, x: str, layer: int) -> str:
     """Softmax-pooled groups in the rows of their last tokens, on all rows of the step."""
     c, b = low.c, low.b
     ratio = c.ratio(layer)
-    kv = low.linear(f"{name}.ckv", x, f"{name}.compressor.wkv", "f32", low.own, source="bf16")
-    score = low.linear(f"{name}.cscore", x, f"{name}.compressor.wgate", "f32", low.own, source="bf16")
+    weights = f"{name}.compressor"
+    kv = low.linear(f"{name}.ckv", x, f"{weights}.wkv", "f32", low.own, source="bf16")
+    score = low.linear(f"{name}.cscore", x, f"{weights}.wgate", "f32", low.own, source="bf16")
     kv, score = low.gather_rows(f"{name}.gather_groups", [kv, score])
     tail = low.state(
         f"layers.{layer}.tail", "f32", "slots_max", low.layout.tail_rows(ratio), 2 * c.head_dim
@@ -159,8 +172,9 @@ def entry_rows(low: Lowering, name: str, latent: str, layer: int, table: str, ro
     """Packed cache entries: normed, rotated at the group's first position, quantised."""
     c, b = low.c, low.b
     latent = low.norm(f"{name}.latent", latent, f"{name}.compressor.norm.weight", c.head_dim, rows)
-    key = low.linear(f"{name}.key", latent, f"{name}.indexer.wk", "bf16", rows, source="bf16")
-    key = low.norm(f"{name}.key_normed", key, f"{name}.indexer.k_norm.weight", c.index_head_dim, rows)
+    indexer = f"{name}.indexer"
+    key = low.linear(f"{name}.key", latent, f"{indexer}.wk", "bf16", rows, source="bf16")
+    key = low.norm(f"{name}.key_normed", key, f"{indexer}.k_norm.weight", c.index_head_dim, rows)
     if c.ratio(layer) > 1:
         table = f"{table}_ratio{c.ratio(layer)}"
     key = low.rope(f"{name}.key_rotated", key, table, c.index_head_dim, mode)

@@ -95,7 +95,8 @@ def write_entries(first, past, entries, positions, seq_of, pages, ratio, base, p
 
 
 @kernel
-def pool_groups(first, past, kv, score, positions, seq_of, first_row, start, slots, ratio, tail, out):
+def pool_groups(first, past, kv, score, positions, seq_of, first_row, start, slots, ratio, tail,
+                out):
     """Softmax-pool each group of `ratio` tokens into the row of its last token; other rows are 0.
 
     kv, score fp32 [rows, width]; tail fp32 [slots, ring, 2 width] holds earlier tokens.
@@ -216,7 +217,7 @@ def gather_selected(t, seq, selected, pages, pool, base, per_page, record, keys,
 
 @kernel
 def softmax_rows(sink, count, scale, logits, totals):
-    """logits [heads, >= count] become exp(scale * logits - largest), totals their sum and the sink's."""
+    """logits [heads, >= count] become exp(scale * logits - largest), totals sums with the sink."""
     for head in range(logits.shape[0]):
         largest = np.float64(sink[head])
         for j in range(count):

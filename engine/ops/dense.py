@@ -188,7 +188,7 @@ def dot(x, w):
 
 @kernel
 def few_rows_fp8(first, past, x, shift, codes, scales, out):
-    """out[t, n] = x[t] . w[n] in float64 for weight rows first..past and every one of few rows t."""
+    """out[t, n] = x[t] . w[n] in float64 for weight rows first..past and every one of few rows."""
     width = codes.shape[1]
     row = np.empty(width, dtype=np.float64)
     for n in range(first, past):

@@ -178,7 +178,7 @@ def unpack_slots(first, past, packed, rows, slot0, width, out):
 
 @kernel
 def add_rounded(first, past, y, rows, slot0, out):
-    """out[rows[slot0 + s]] += bf16(y[s]); the rows of one expert differ, so parts do not collide."""
+    """out[rows[slot0 + s]] += bf16(y[s]); an expert's rows differ, so parts do not collide."""
     for s in range(first, past):
         for i in range(y.shape[1]):
             out[rows[slot0 + s], i] += round_bf16(y[s, i])

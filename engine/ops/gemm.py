@@ -87,7 +87,7 @@ def _few_linear(o: _Operands, rows: int, shift: int) -> Run:
 def _tiled_linear(o: _Operands, workers: Workers, rows: int, shift: int) -> Run:
     (outputs, width), tile_outputs = o.w.shape, len(o.w64)
     least = worth_rows(min(outputs, tile_outputs), width)
-    tile = len(o.x64) // workers.threads
+    tile = max(1, len(o.x64) // workers.threads)
 
     def go() -> None:
         for n in range(0, outputs, tile_outputs):
@@ -108,22 +108,22 @@ def _tiled_linear(o: _Operands, workers: Workers, rows: int, shift: int) -> Run:
 def bind_grouped_linear(b: Binding, op: Op) -> Run:
     """Each group's slice of bf16 x times its own rows of the weight."""
     o = _Operands(b, op)
-    groups, rows = op.params["groups"], len(o.x)
+    groups, shift, rows = op.params["groups"], op.params["shift"], len(o.x)
     if rows == 0 or groups == 0:
         return _nothing
     if rows <= FEW_ROWS:
-        return _few_grouped(o, rows, groups)
+        return _few_grouped(o, rows, groups, shift)
     outputs, width = len(o.w) // groups, o.w.shape[1]
     step = len(o.w64) // outputs
     workers, least = b.workers, worth_rows(outputs * min(step, groups), width)
-    tile = min(len(o.x64), len(o.y64)) // workers.threads
+    tile = max(1, min(len(o.x64), len(o.y64)) // workers.threads)
 
     def go() -> None:
         for g in range(0, groups, step):
             count, at = min(step, groups - g), g * outputs
             rows_of = o.w64[: count * outputs]
             workers.run(
-                o.decode, count * outputs, least_rows(width), at, 0, o.w, o.scales, rows_of
+                o.decode, count * outputs, least_rows(width), at, shift, o.w, o.scales, rows_of
             )
 
             def part(index: int, first: int, past: int, g=g, rows_of=rows_of) -> None:
@@ -137,7 +137,7 @@ def bind_grouped_linear(b: Binding, op: Op) -> Run:
     return go
 
 
-def _few_grouped(o: _Operands, rows: int, groups: int) -> Run:
+def _few_grouped(o: _Operands, rows: int, groups: int, shift: int) -> Run:
     outputs, width = len(o.w) // groups, o.w.shape[1]
     x64 = o.view(o.x64, rows * groups, width)
     x, y = o.x.reshape(rows * groups, width), o.view(o.y64, rows, outputs)
@@ -146,8 +146,8 @@ def _few_grouped(o: _Operands, rows: int, groups: int) -> Run:
         dense.unpack_bf16_rows(0, rows * groups, x, 0, x64)
         for g in range(groups):
             w = o.w[g * outputs : (g + 1) * outputs]
-            o.run(o.few, outputs, least_rows(width), x64[g::groups], 0, w,
-                  o.scales[g * outputs // 32 :], y)
+            block, moved = divmod(g * outputs + shift, 32)
+            o.run(o.few, outputs, least_rows(width), x64[g::groups], moved, w, o.scales[block:], y)
             o.store(0, rows, y, o.out, g * outputs)
 
     return go
@@ -210,7 +210,8 @@ class _Experts:
         """Threads take experts. Outputs are bf16 values added in float64, which is exact, so it
         does not matter that a second thread adds up its own and the halves are added at the end."""
         size, halves = 3 * self.inner * self.width, [self.out, self.second]
-        threads = min(self.workers.threads, 2, self.w64.size // size, len(self.second) // self.rows + 1)
+        room = self.w64.size // size, len(self.second) // self.rows + 1
+        threads = min(self.workers.threads, 2, *room)
         cuts = np.searchsorted(self.offsets, np.linspace(0, slots, threads + 1)[1:-1])
         borders = [0, *cuts.tolist(), len(self.offsets) - 1]
         tile = len(self.g64) // threads
@@ -221,7 +222,8 @@ class _Experts:
             y64 = self.y64.reshape(-1)[index * tile * self.width :]
             tiles.run_experts(
                 borders[index], borders[index + 1], self.packed, self.slot_rows, self.slot_weights,
-                self.offsets, *self.weights, self.limit, self.w64[index * size : (index + 1) * size],
+                self.offsets, *self.weights, self.limit,
+                self.w64[index * size : (index + 1) * size],
                 *(array[here] for array in scratch),
                 y64[: tile * self.width].reshape(tile, self.width), halves[index][: self.rows],
             )
@@ -243,7 +245,8 @@ class _Experts:
         experts.unpack_slots(0, count, self.packed, self.slot_rows, s, self.width, x64)
         self.product(x64, w1[e], s1[e], g64)
         self.product(x64, w3[e], s3[e], u64)
-        tiles.activate(count, self.slot_weights[s:], self.limit, g64, u64, self.act, self.act_packed)
+        act, act_packed = self.act, self.act_packed
+        tiles.activate(count, self.slot_weights[s:], self.limit, g64, u64, act, act_packed)
         step = self.y64.shape[1]
         for n in range(0, self.width, step):
             n_count = min(step, self.width - n)

@@ -85,7 +85,7 @@ def sinkhorn(comb, rounds, hc_eps):
 
 @kernel
 def collapse_rows(first, past, h, mix, out):
-    """out = sum over copies of mix[t, copy] * h[t, copy], bf16; mix may be wider than the copies."""
+    """out = sum over copies of mix[t, copy] * h[t, copy], bf16; mix may have more columns."""
     copies, width = h.shape[1], h.shape[2]
     total = np.empty(width, dtype=np.float64)
     for t in range(first, past):

@@ -182,5 +182,5 @@ def _tables():
 
 
 E4M3, E2M1_PAIRS = _tables()
-"""Every E4M3 code, and both values of every byte of two E2M1 codes: a load is faster than decoding."""
+"""Every E4M3 code, and both values of every byte of two E2M1 codes: loads beat decoding."""
 E2M1_PAIRS_F32 = E2M1_PAIRS.astype(np.float32)

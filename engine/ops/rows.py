@@ -12,9 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from threadpoolctl import threadpool_limits
 
-
 WORTH_ITEMS = 2**16
-"""Items of element-wise work below which handing a part to another thread costs more than it saves."""
+"""Items of element-wise work below which another thread costs more than it saves."""
+
+THREADS_MAX = 64
+"""More would leave some without a row in the smallest tiles of scratch."""
 
 
 def least_rows(items_per_row: int) -> int:
@@ -27,11 +29,11 @@ class Workers:
 
     def __init__(self, threads: int) -> None:
         assert threads >= 1, f"threads is {threads}"
-        self.threads = threads
+        self.threads = min(threads, THREADS_MAX)
         # Looked up first, so that the library the kernels call is loaded and can be limited.
         importlib.import_module("scipy.linalg.cython_blas")
         threadpool_limits(1, user_api="blas")
-        self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
+        self._pool = ThreadPoolExecutor(self.threads - 1) if threads > 1 else None
 
     def parts(self, rows: int, least: int) -> list[tuple[int, int]]:
         """Half-open row ranges for the threads, each of at least `least` rows if there are more."""

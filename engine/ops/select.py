@@ -18,7 +18,8 @@ class _Select:
     def __init__(self, b: Binding, op: Op) -> None:
         first, past = b.rows_of(op)
         self.rows = past - first
-        self.packed, self.weights, positions, seq_of, self.pages, self.pool = b.arrays(op.inputs[:6])
+        self.packed, self.weights, positions, seq_of = b.arrays(op.inputs[:4])
+        self.pages, self.pool = b.arrays(op.inputs[4:6])
         self.positions, self.seq_of = positions[first:past], seq_of[first:past]
         self.selected = b.array(op.outputs[0])
         none = np.zeros((self.rows, 0), np.int32)
@@ -44,8 +45,10 @@ class _Select:
 
     def sequence(self, first: int, past: int) -> None:
         """Row tiles of one sequence; later rows see more keys, so threads take turns."""
-        threads = self.workers.threads
-        tile = len(self.scratch[0]) // threads
+        # Every thread needs a row and a whole block of keys in its share of the scratch.
+        rows, keys = len(self.scratch[0]), len(self.scratch[1])
+        threads = min(self.workers.threads, rows, keys // self.p["block"])
+        tile = rows // threads
         turns = threads if past - first > tile else 1
         p = self.p
         fixed = (
@@ -56,7 +59,8 @@ class _Select:
 
         def part(turn: int, _first: int, _past: int) -> None:
             scratch = [_share(array, turn, threads) for array in self.scratch]
-            select_tiles(turn, turns, first, past, tile, *fixed, *scratch, self.blocks, self.selected)
+            outs = self.blocks, self.selected
+            select_tiles(turn, turns, first, past, tile, *fixed, *scratch, *outs)
 
         self.workers.each(part, turns, 1)
 
@@ -72,6 +76,6 @@ def bind_select(b: Binding, op: Op) -> Run:
     s = _Select(b, op)
     if s.rows == 0:
         return lambda: None
-    if s.rows <= FEW_ROWS or s.candidates.shape[1]:
+    if s.rows <= FEW_ROWS or s.candidates.shape[1] or s.p["block"] > len(s.scratch[1]):
         return s.by_row
     return s.by_tiles

@@ -9,8 +9,14 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from engine.ops.dense import pack_fp8_rows, store_bf16, store_f32, store_f64
-from engine.ops.dense import unpack_bf16_rows, unpack_fp8_rows
+from engine.ops.dense import (
+    pack_fp8_rows,
+    store_bf16,
+    store_f32,
+    store_f64,
+    unpack_bf16_rows,
+    unpack_fp8_rows,
+)
 from engine.ops.experts import add_rounded, decode_fp4_weight, gate_products, unpack_slots
 from engine.ops.hyper import mix_rows, stream_rows
 from engine.ops.indexer import decode_keys, decode_queries, finish_rows, scan_tile
