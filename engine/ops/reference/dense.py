@@ -125,7 +125,8 @@ def bind_grouped_linear(b: Binding, op: Op) -> Run:
     work, groups = work_of(b), op.params["groups"]
 
     def go() -> None:
-        weight = decode_weight(w, scales).to(work).unflatten(0, (groups, len(w) // groups))
+        decoded = decode_weight(w, scales, op.params["shift"])
+        weight = decoded.to(work).unflatten(0, (groups, len(w) // groups))
         values = split_last(x, w.shape[1]).to(work)
         store(out, torch.einsum("tgi,goi->tgo", values, weight).flatten(1))
 
