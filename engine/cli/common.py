@@ -48,6 +48,7 @@ EXIT_CODES: Mapping[int, str] = {
 
 ENVIRONMENT: Mapping[str, str] = {
     "SPARKPROOF_SECRET": "the secret by which the ranks of one run know each other",
+    "SPARKPROOF_KERNEL_CACHE": "directory for compiled kernels, instead of ~/.cache/sparkproof",
 }
 _OUR_PREFIXES = ("SPARKPROOF_", "IGNITION_", "FLARE_")
 
