@@ -57,9 +57,9 @@ def sum_bf16(first, past, parts, out):
 _SUM = {("f64", "bf16"): sum_f64_to_bf16, ("f64", "f64"): sum_f64, ("bf16", "bf16"): sum_bf16}
 
 
-def bind_add(b: Binding, op: Op) -> Add:
+def bind_add(b: Binding, op: Op, pair: int = 0) -> Add:
     """Compiled sums over numpy arrays, rows shared among the workers."""
-    add = _SUM[b.tensor(op.inputs[0]).dtype, b.tensor(op.outputs[0]).dtype]
+    add = _SUM[b.tensor(op.inputs[pair]).dtype, b.tensor(op.outputs[pair]).dtype]
     run = b.workers.run
     return lambda parts, out: run(add, len(out), 64, parts, out)
 
@@ -116,6 +116,24 @@ def bind_reduce(b: Binding, op: Op, comm: Communicator) -> Transfer:
 
     result = out[at : at + rows]
     return _transfer(begin, lambda: add(parts, result))
+
+
+def bind_reduce_pair(b: Binding, op: Op, comm: Communicator) -> Transfer:
+    """Two partials of the same rows in one message, each added in rank order."""
+    parts, outs = b.arrays(op.inputs), b.arrays(op.outputs)
+    send, staging = b.arrays(op.scratch)
+    sums = [(b.backend.bind_add(b, op, i), staging[:, i], out) for i, out in enumerate(outs)]
+
+    def begin():
+        for i, part in enumerate(parts):
+            send[i] = part
+        return comm.all_gather(_bytes(staging), _bytes(send))
+
+    def end() -> None:
+        for add, gathered, out in sums:
+            add(gathered, out)
+
+    return _transfer(begin, end)
 
 
 def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
@@ -194,6 +212,7 @@ def bind_gather_columns(b: Binding, op: Op, comm: Communicator) -> Transfer:
 
 TRANSFERS = {
     "reduce": bind_reduce,
+    "reduce_pair": bind_reduce_pair,
     "gather_rows": bind_gather_rows,
     "gather_columns": bind_gather_columns,
 }

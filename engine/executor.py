@@ -53,9 +53,9 @@ class NativeBackend:
         """The array itself."""
         return array
 
-    def bind_add(self, b: Binding, op: Op) -> Add:
+    def bind_add(self, b: Binding, op: Op, pair: int = 0) -> Add:
         """Compiled sums over all ranks' parts."""
-        return exchange.bind_add(b, op)
+        return exchange.bind_add(b, op, pair)
 
 
 NATIVE = NativeBackend()

@@ -17,8 +17,7 @@ def attention(low: Lowering, prefix: str, x: str, layer: int | None) -> str:
     xq = low.pack(f"{name}.xq", x, c.hidden_size, low.own)
     query = low_rank_query(low, name, xq)
     window = window_rows(low, name, xq, table)
-    (query_all,) = low.gather_rows(f"{name}.gather_query", [query])
-    (window_all,) = low.gather_rows(f"{name}.gather_window", [window])
+    query_all, window_all = low.gather_rows(f"{name}.gather", [query, window])
     if layer is not None and layer in c.kv_source_layer_ids:
         compress(low, name, x, layer, table)
     if layer is not None and layer in c.index_source_layer_ids:

@@ -301,8 +301,12 @@ class Lowering:
         self.b.op(f"{prefix}.route", "route", (logits, bias), (choice, weight), scaling=scaling)
         packed = self.pack(f"{prefix}.xq", x, c.hidden_size, self.own)
         packed, choice, weight = self.gather_rows(f"{prefix}.dispatch", [packed, choice, weight])
-        routed = self.routed(prefix, packed, choice, weight, active)
-        shared = self.shared_expert(f"{prefix}.shared_experts", packed)
+        dispatched = packed, choice, weight, active
+        if self.shared and not self.split and len(self.tiles()) == 1:
+            routed, shared = self.summed_together(prefix, *dispatched)
+        else:
+            routed = self.routed(prefix, *dispatched)
+            shared = self.shared_expert(f"{prefix}.shared_experts", packed)
         out = self.b.temp(f"{prefix}.out", "bf16", self.own, c.hidden_size)
         self.b.op(f"{prefix}.out", "moe_sum", (routed, shared), (out,))
         return out
@@ -319,6 +323,29 @@ class Lowering:
             self.expert_op(f"{name}.part{tile}", *inputs, after=self.two_before(name, tile))
             self.reduce(f"{name}.sum{tile}", part, "f64", c.hidden_size, tile=tile, out=name)
         return name
+
+    def summed_together(self, prefix: str, packed: str, choice: str, weight: str, active: int):
+        """Routed and shared partials of few rows travel in one message.
+
+        A message of a decode step costs more than what it carries: one exchange beats two that
+        overlap with compute.
+        """
+        width, shared = self.c.hidden_size, f"{prefix}.shared_experts"
+        routed_part = self.b.temp(f"{prefix}.routed.part0", "f64", "F0", width)
+        inputs = (prefix, packed, choice, weight, active, routed_part, 0)
+        self.expert_op(routed_part, *inputs)
+        act = self.shared_activation(shared, packed)
+        shared_part = self.linear(f"{shared}.out.part0", act, f"{shared}.w2", "f64", "F0", tile=0)
+        outs = [
+            self.b.temp(f"{prefix}.routed", "f64", "T", width),
+            self.b.temp(f"{shared}.out", "bf16", "T", width),
+        ]
+        parts = [routed_part, shared_part]
+        send = self.b.temp(f"{prefix}.sums.send", "f64", 2, "F0", width)
+        staging = self.b.temp(f"{prefix}.sums.staging", "f64", self.recipe.ranks, 2, "F0", width)
+        scratch = (send, staging)
+        self.b.op(f"{prefix}.sums", "reduce_pair", parts, outs, scratch=scratch, stream="comm")
+        return outs
 
     def expert_op(
         self, name, prefix, packed, choice, weight, active, out, tile, after=None
@@ -359,13 +386,17 @@ class Lowering:
 
     def shared_expert(self, prefix: str, packed: str) -> str:
         """Its channels are dealt to the ranks; the output is rounded to bf16 before the sum."""
+        packed_act = self.shared_activation(prefix, packed)
+        return self.summed_linear(f"{prefix}.out", packed_act, f"{prefix}.w2", "bf16")
+
+    def shared_activation(self, prefix: str, packed: str) -> str:
+        """The quantised gated product of this rank's channels."""
         channels = self.deal.count("shared") * FP8_BLOCK
         gate = self.linear(f"{prefix}.gate", packed, f"{prefix}.w1", "bf16", "T")
         up = self.linear(f"{prefix}.up", packed, f"{prefix}.w3", "bf16", "T")
         act = self.b.temp(f"{prefix}.act", "bf16", "T", channels)
         self.b.op(f"{prefix}.act", "gate", (gate, up), (act,), limit=self.c.swiglu_limit)
-        packed_act = self.pack(f"{prefix}.actq", act, channels, "T")
-        return self.summed_linear(f"{prefix}.out", packed_act, f"{prefix}.w2", "bf16")
+        return self.pack(f"{prefix}.actq", act, channels, "T")
 
 
 def index_scratch(low: Lowering, name: str, heads: int, width: int, blocks: int) -> list[str]:

@@ -77,8 +77,8 @@ class Backend(Protocol):
         """An array's values on the host when all that was issued is done; maybe the same memory."""
         ...
 
-    def bind_add(self, b: Binding, op: Op) -> Add:
-        """What adds the partial sums of all ranks for a comm op."""
+    def bind_add(self, b: Binding, op: Op, pair: int = 0) -> Add:
+        """What adds the ranks' partials of the `pair`-th input into the `pair`-th output."""
         ...
 
 

@@ -33,6 +33,8 @@ class TorchBackend:
 
     def place(self, content: Array) -> torch.Tensor:
         """These bytes on the device; those of the host are used where they lie if it is the CPU."""
+        if not content.nbytes:
+            return self.zeros(0)  # Empty arrays of numpy have strides that torch cannot view.
         tensor = torch.from_numpy(content) if isinstance(content, np.ndarray) else content
         return tensor.to(self.device)
 
@@ -47,7 +49,7 @@ class TorchBackend:
             array = array.view(torch.uint16)
         return array.cpu().numpy()
 
-    def bind_add(self, b: Binding, op: Op) -> Add:
+    def bind_add(self, b: Binding, op: Op, pair: int = 0) -> Add:
         """Sums over the ranks' parts, in rank order."""
         work = WORK[self.accumulation]
 
