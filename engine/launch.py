@@ -45,7 +45,7 @@ def share_threads(processes: int) -> dict[str, str]:
 class LocalRanks:
     """The other ranks of `--local`: a context that never leaves a process behind.
 
-    commands: per rank, the arguments after `python -m`.
+    commands: per rank, the arguments after `python -m`. log: standard error if None.
     Raises nothing on leaving; `check` and `wait` raise for a rank that failed.
     """
 
@@ -53,7 +53,7 @@ class LocalRanks:
         self,
         commands: Mapping[int, Sequence[str]],
         environ: Mapping[str, str],
-        log: TextIO = sys.stderr,
+        log: TextIO | None = None,
         grace_s: float = GRACE_S,
     ) -> None:
         self._commands = commands
@@ -149,8 +149,10 @@ class LocalRanks:
         with process.stdout as lines:
             for line in lines:
                 self._last_line[rank] = line.strip() or self._last_line.get(rank, "")
-                self._log.write(f"[rank {rank}] {line.rstrip()}\n")
-                self._log.flush()
+                # Looked up each time: bars on a terminal put themselves in place of the stream.
+                log = sys.stderr if self._log is None else self._log
+                log.write(f"[rank {rank}] {line.rstrip()}\n")
+                log.flush()
 
     def _failure(self, rank: int, code: int) -> SparkproofError:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
