@@ -1,3 +1,3 @@
-"""The reference engine: it makes graphs, memory maps, packages and tokens, and judges none of them."""
+"""The reference engine: it makes graphs, memory maps, packages and tokens, and judges none."""
 
 __version__ = "0.1.0"

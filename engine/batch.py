@@ -73,7 +73,7 @@ def batch_from_bytes(message: bytes) -> Batch:
 def step_batch(
     graph: str, steps: Sequence[SequenceStep], config: ModelConfig, fold: np.ndarray
 ) -> Batch:
-    """The batch of some sequences' steps; `fold` int64 [vocabulary] gives the Engram id of an id."""
+    """The batch of some sequences' steps; `fold` [vocabulary] gives the Engram id of an id."""
     lengths = [len(step.ids) for step in steps]
     first_row = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     ngrams = [_ngrams(step, config, fold) for step in steps]

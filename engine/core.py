@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -67,7 +68,8 @@ class LeadCore:
         for s in sequences:
             past = s.start + len(s.ids)
             assert s.ids and past <= self.positions_max, f"positions {s.start}..{past}"
-            assert len(s.pages) * self.page_tokens >= past, f"{len(s.pages)} pages for {past} tokens"
+            held = len(s.pages) * self.page_tokens
+            assert held >= past, f"pages for {held} tokens, {past} are needed"
             assert all(0 <= p < self.pages for p in s.pages), f"pages {s.pages} of {self.pages}"
             assert all(0 <= i < self.vocab_size for i in s.ids), "an id outside the vocabulary"
 
@@ -118,10 +120,9 @@ class LeadCore:
         if not self._open:
             return
         self._open = False
-        try:
+        # Whoever closes after a loss has been told of it by the step that failed.
+        with contextlib.suppress(PeerLostError):
             self._mesh.broadcast(_END)
-        except PeerLostError:
-            pass  # Whoever closes after a loss has been told of it by the step that failed.
         self._mesh.close()
         self._model.close()
 

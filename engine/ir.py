@@ -75,7 +75,7 @@ class Op:
     inplace          pairs (input, output): the output takes over the input's bytes
     scratch          temps that only this op touches
     waits            names of ops on other streams that must have finished before this one starts
-    phase            the part of a layer it belongs to (attention, experts, ...), the same in all layers
+    phase            the part of a layer it belongs to (attention, ...), the same in all layers
     params           whatever the kernel needs besides tensors (JSON values)
     """
 
@@ -145,7 +145,14 @@ class Graph:
 
 
 _TENSOR_DEFAULTS = {"strides": None, "alias_of": None, "alias_offset_bytes": 0}
-_OP_DEFAULTS = {"inplace": (), "scratch": (), "stream": "compute", "waits": (), "phase": "", "params": {}}
+_OP_DEFAULTS = {
+    "inplace": (),
+    "scratch": (),
+    "stream": "compute",
+    "waits": (),
+    "phase": "",
+    "params": {},
+}
 
 
 def _without_defaults(item: Tensor | Op, defaults: Mapping[str, object]) -> dict:

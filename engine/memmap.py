@@ -152,12 +152,16 @@ def _plain(item: Allocation | Temporary) -> dict:
 
 
 def memory_map_from_json(document: Mapping) -> MemoryMap:
-    """Read a `memmap/1` document; keys outside the contract raise TypeError, other versions ValueError."""
+    """Read a `memmap/1` document.
+
+    Keys outside the contract raise TypeError, other versions ValueError.
+    """
     if document.get("version") != VERSION:
         raise ValueError(f"memory map version is {document.get('version')!r}; accepted: {VERSION}")
     ranks = []
     for entry in document["ranks"]:
-        allocations = [Allocation(**{**a, "shape": tuple(a["shape"])}) for a in entry["allocations"]]
+        listed = entry["allocations"]
+        allocations = [Allocation(**{**a, "shape": tuple(a["shape"])}) for a in listed]
         temporaries = [Temporary(**t) for t in entry["temporaries"]]
         ranks.append(RankMap(entry["rank"], tuple(allocations), tuple(temporaries)))
     return MemoryMap(document["recipe"], document["model"], tuple(ranks), document.get("kv", {}))

@@ -241,7 +241,8 @@ def _call(address, token: bytes, rank: int) -> socket.socket:
         sock = socket.create_connection(tuple(address), CONNECT_TIMEOUT_S)
         sock.sendall(token + bytes([rank]))
     except OSError as error:
-        raise RendezvousError(f"no data connection to {address[0]}:{address[1]}: {error}") from error
+        where = f"{address[0]}:{address[1]}"
+        raise RendezvousError(f"no data connection to {where}: {error}") from error
     return sock
 
 

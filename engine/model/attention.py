@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.config import FP8_BLOCK
-from engine.model.blocks import META, Lowering, index_scratch
 from engine.model.layout import packed_fp4
+from engine.model.lowering import META, Lowering, index_scratch
 from engine.tiling import FEW_ROWS, GEMM_ROWS, GEMM_WEIGHT_ITEMS
 
 

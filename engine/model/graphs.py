@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from engine.config import FP8_BLOCK, ModelConfig
 from engine.ir import Graph
 from engine.model.attention import attention, keep_window, window_rows
-from engine.model.blocks import Lowering
+from engine.model.blocks import block as lower_block
+from engine.model.blocks import collapsed as collapsed_rows
+from engine.model.lowering import Lowering
 from engine.recipe import Recipe
 from engine.shard import Deal, rank_weights
 from engine.tiling import REDUCE_ROWS
@@ -163,7 +165,7 @@ def target_graph(low: Lowering) -> Graph:
         def sublayer(prefix: str, x: str, layer: int = layer) -> str:
             return attention(low, prefix, x, layer)
 
-        h, mix = low.block(
+        h, mix = lower_block(low,
             f"layers.{layer}", h, mix, sublayer, c.n_routed_experts, c.num_experts_per_tok
         )
     b.phase = "output"
@@ -193,7 +195,7 @@ def stream_mean(low: Lowering, layer: int, h: str) -> None:
 def final_hidden(low: Lowering, h: str, mix: str) -> None:
     """Collapse, norm, and leave the rows of all ranks in `hidden`."""
     c, b = low.c, low.b
-    collapsed = low.collapsed("output.collapsed", h, mix)
+    collapsed = collapsed_rows(low, "output.collapsed", h, mix)
     hidden = b.tensor("hidden", "io", "bf16", ("T", c.hidden_size))
     own = b.temp("output.normed", "bf16", "O", c.hidden_size) if low.split else hidden
     params = {"eps": c.rms_norm_eps}
@@ -254,10 +256,11 @@ def draft_graph(low: Lowering) -> Graph:
             return attention(low, prefix, x, None)
 
         active = c.dspark_num_experts_per_tok
-        h, mix = low.block(f"mtp.{block}", h, mix, sublayer, c.dspark_n_routed_experts, active)
+        total = c.dspark_n_routed_experts
+        h, mix = lower_block(low, f"mtp.{block}", h, mix, sublayer, total, active)
     b.phase = "head"
     last = f"mtp.{c.num_nextn_predict_layers - 1}"
-    collapsed = low.collapsed("draft.collapsed", h, mix)
+    collapsed = collapsed_rows(low, "draft.collapsed", h, mix)
     normed = low.norm("draft.normed", collapsed, f"{last}.norm.weight", c.hidden_size, "T")
     base = low.linear("draft.base", normed, "head", "f32", "T", source="bf16")
     for index in range(draft_block_size(c, low.recipe)):
@@ -288,10 +291,7 @@ def markov_step(low: Lowering, last: str, index: int, base: str, collapsed: str)
         index=index,
         block=block,
     )
-    if low.shared:
-        everyone = gather_vocabulary(low, f"{name}.logits", summed)
-    else:
-        everyone = summed
+    everyone = gather_vocabulary(low, f"{name}.logits", summed) if low.shared else summed
     logits = b.tensor("draft_logits", "io", "f32", ("S", block, c.vocab_size))
     confidence = b.tensor("confidence", "io", "f32", ("S", block))
     proj = low.weight(f"{last}.confidence_head.proj.weight")

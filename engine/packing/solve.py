@@ -33,7 +33,7 @@ BISECTIONS_MAX = 6
 Conflicts = np.ndarray | Iterable[tuple[int, int]] | Callable[[int, int], bool]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Run:
     """One call of the packer: the problem in sections, the budget, and what was counted."""
 
@@ -43,6 +43,7 @@ class _Run:
     reduced: Reduced
     bound_bytes: int
     tricks: Tricks
+    seed: int
     out_of_time: Callable[[], bool]
     counters: Counter
 
@@ -98,7 +99,7 @@ def _search(
             continue
         durations = run.durations[list(part.indices)]
         outcome = search_part(
-            part, durations, capacity_bytes, left, run.tricks, out_of_time=run.out_of_time
+            part, durations, capacity_bytes, left, run.tricks, run.seed, run.out_of_time
         )
         run.counters.update(outcome.counters)
         left -= outcome.counters["nodes"]
@@ -157,7 +158,8 @@ def _run(
     durations: Sequence[int],
     sections: Sequence[frozenset[int]],
     tricks: Tricks,
-    out_of_time: Callable[[], bool],
+    seed: int,
+    out_of_time: Callable[[], bool] = lambda: False,
 ) -> _Run:
     reduced = reduce_problem(sizes, alignments, sections, tricks)
     counters = Counter(
@@ -172,6 +174,7 @@ def _run(
         reduced,
         clique_bound_bytes(sizes, sections),
         tricks,
+        seed,
         out_of_time,
         counters,
     )
@@ -191,6 +194,7 @@ def pack(
     *,
     nodes_max: int | None = None,
     tricks: Tricks = ALL_TRICKS,
+    seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Placement:
     """Offsets for buffers that live in time.
@@ -200,6 +204,7 @@ def pack(
                 Results are reproducible when it is not reached
     nodes_max   choices the search may make; by default NODES_MAX, or NODES_MAX_UNASKED without a
                 capacity
+    seed        of the random part of the search's restarts
     Raises PackingInputError for malformed buffers, DoesNotFitError when it is proven that they do
     not fit, GaveUpError when the budget ran out first.
     """
@@ -211,6 +216,7 @@ def pack(
         [sum(stop - start for start, stop in buffer.lives) for buffer in buffers],
         sections_of(buffers),
         tricks,
+        seed,
         _timer(deadline_s, clock),
     )
     if capacity is None:
@@ -253,6 +259,7 @@ def pack_conflicts(
     capacity: int | None = None,
     nodes_max: int = 0,
     tricks: Tricks = ALL_TRICKS,
+    seed: int = 0,
 ) -> Placement:
     """Offsets for buffers whose conflicts are any graph, not only lives in one order of time.
 
@@ -271,7 +278,6 @@ def pack_conflicts(
     neighbours = _neighbours(len(sizes), sizes, conflicts)
     solid = [[i for i in cut if sizes[i]] for cut in cuts]
     sections = clique_sections(neighbours, solid)
-    run = _run(
-        ids, checked.sizes, checked.alignments, [1] * len(ids), sections, tricks, lambda: False
-    )
+    ones = [1] * len(ids)
+    run = _run(ids, checked.sizes, checked.alignments, ones, sections, tricks, seed)
     return _lowest(run, nodes_max) if capacity is None else _fit(run, capacity, nodes_max)

@@ -111,9 +111,9 @@ def _full_reuse(subjects: Sequence[_Subject], alignment: int) -> _Placed:
     for subject in subjects:
         picked = _solid(subject)
         buffers = _buffers(subject, picked, subject.conflicts, alignment)
-        layout = place_well(buffers, subject.lower_bound)
+        placed = place_well(buffers, subject.lower_bound, alignment)
         row = [0] * len(subject.groups)
-        for number, offset in zip(picked, layout.offsets, strict=True):
+        for number, offset in zip(picked, placed, strict=True):
             row[number] = offset
         offsets.append(row)
     return _Placed({ARENA: "temporaries"}, [[ARENA] * len(row) for row in offsets], offsets)
@@ -129,9 +129,9 @@ def _phase_pools(subjects: Sequence[_Subject], alignment: int) -> _Placed:
         for pool, category in dict.fromkeys(named):
             picked = [n for n in _solid(subject) if named[n] == (pool, category)]
             buffers = _buffers(subject, picked, conflicts, alignment)
-            layout = place(buffers, range(len(picked)))
+            placed, _ = place(buffers, range(len(picked)))
             categories[pool] = category
-            for number, offset in zip(picked, layout.offsets, strict=True):
+            for number, offset in zip(picked, placed, strict=True):
                 row[number] = offset
         pools.append([pool for pool, _ in named])
         offsets.append(row)

@@ -1,4 +1,4 @@
-"""Giving buffers that may not meet their own bytes: greedy placement in several orders.
+"""Giving buffers that may not meet their own bytes: greedy orders, repaired until they fit.
 
 Every order is deterministic and the effort is bounded by counting rounds, not by a clock, so
 the same input has the same layout on every machine.
@@ -11,8 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-REPAIRS_MAX = 40
-"""Rounds of repair that each order gets before the search settles for the best layout so far."""
+from engine.units import round_up
+
+ROUNDS_MAX = 200
+"""Repairs that each order gets to fit into the lower bound."""
+SLACKS = (1 / 512, 1 / 128, 1 / 32)
+"""Shares above the lower bound that are tried in turn when no order fits into it."""
 
 
 @dataclass(frozen=True)
@@ -33,45 +37,40 @@ def neighbours_of(conflicts: np.ndarray) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(np.flatnonzero(row).tolist()) for row in conflicts)
 
 
-def _fit(size: int, taken: list[tuple[int, int]], tight: bool) -> int:
-    """Lowest place for `size` bytes beside the taken spans, or the tightest gap that holds it."""
-    best, best_gap = -1, None
+def _lowest_hole(size: int, taken: list[tuple[int, int]]) -> int:
+    """Lowest place for `size` bytes beside the taken spans, which are sorted."""
     cursor = 0
     for start, end in taken:
-        gap = start - cursor
-        if gap >= size and (best_gap is None or gap < best_gap):
-            if not tight or gap == size:
-                return cursor
-            best, best_gap = cursor, gap
+        if start - cursor >= size:
+            return cursor
         if end > cursor:
             cursor = end
-    return cursor if best_gap is None else best
+    return cursor
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Offsets per buffer, the end of the highest, and the first buffer that left the target."""
+def place(
+    buffers: Buffers, order: Sequence[int], limit: int | None = None
+) -> tuple[list[int], int | None]:
+    """Place the buffers one by one in the given order, each in the lowest hole.
 
-    offsets: tuple[int, ...]
-    peak: int
-    first_over: int | None
-
-
-def place(buffers: Buffers, order: Sequence[int], target: int = 0, tight: bool = False) -> Layout:
-    """Place the buffers one by one in the given order, each where it fits among those placed."""
+    Returns the offsets and None; with a limit, the place in the order of the first buffer that
+    would end above it, where placing stops.
+    """
     sizes, neighbours = buffers.sizes, buffers.neighbours
     offsets = [-1] * len(sizes)
-    peak, first_over = 0, None
-    for number in order:
+    for position, number in enumerate(order):
         size = sizes[number]
         taken = [(at, at + sizes[n]) for n in neighbours[number] if (at := offsets[n]) >= 0]
         taken.sort()
-        offsets[number] = at = _fit(size, taken, tight)
-        if at + size > peak:
-            peak = at + size
-            if peak > target and first_over is None:
-                first_over = number
-    return Layout(tuple(offsets), peak, first_over)
+        offsets[number] = at = _lowest_hole(size, taken)
+        if limit is not None and at + size > limit:
+            return offsets, position
+    return offsets, None
+
+
+def peak_of(buffers: Buffers, offsets: Sequence[int]) -> int:
+    """End of the highest buffer."""
+    return max((o + s for o, s in zip(offsets, buffers.sizes, strict=True)), default=0)
 
 
 def _orders(buffers: Buffers) -> Iterator[list[int]]:
@@ -90,41 +89,44 @@ def _orders(buffers: Buffers) -> Iterator[list[int]]:
     yield sorted(numbers, key=lambda n: (-crowd[n], -sizes[n], first[n], n))
 
 
-def place_well(buffers: Buffers, lower_bound: int, repairs_max: int = REPAIRS_MAX) -> Layout:
-    """The lowest layout found; stops at the lower bound or when every order was repaired.
+def _fitted(
+    buffers: Buffers, order: Sequence[int], limit: int, rounds_max: int
+) -> list[int] | None:
+    """Offsets within the limit, None when the rounds are used up.
 
-    Static orders first, into the lowest and into the tightest hole. Then each order is repaired
-    for up to `repairs_max` rounds, the most promising first.
+    Whichever buffer does not fit moves half way up the order, and placing starts over: buffers
+    that are hard to place gather at the front. Since a round ends at the first that does not
+    fit, most rounds are short.
     """
-    best: Layout | None = None
-    tried: list[tuple[int, int, list[int]]] = []
-    for number, order in enumerate(_orders(buffers)):
-        for tight in (False, True):
-            layout = place(buffers, order, lower_bound, tight)
-            if best is None or layout.peak < best.peak:
-                best = layout
-            if best.peak <= lower_bound:
-                return best
-            if not tight:
-                tried.append((layout.peak, number, order))
-    assert best is not None
-    for _, _, order in sorted(tried):
-        best = min(best, _repaired(buffers, order, lower_bound, repairs_max), key=lambda x: x.peak)
-        if best.peak <= lower_bound:
-            break
-    return best
-
-
-def _repaired(buffers: Buffers, order: Sequence[int], lower_bound: int, repairs_max: int) -> Layout:
-    """The best layout met while the buffer that first left the bound moves up in the order."""
     order = list(order)
-    best = layout = place(buffers, order, lower_bound)
-    for _ in range(repairs_max):
-        at = order.index(layout.first_over) if layout.first_over is not None else 0
-        if at == 0:
+    for _ in range(rounds_max):
+        offsets, position = place(buffers, order, limit)
+        if position is None:
+            return offsets
+        if position == 0:
+            return None
+        order.insert(position // 2, order.pop(position))
+    return None
+
+
+def place_well(
+    buffers: Buffers, lower_bound: int, step: int = 1, rounds_max: int = ROUNDS_MAX
+) -> list[int]:
+    """Offsets with the lowest peak found: at the lower bound, or near it, or the best greedy one.
+
+    step  sizes are multiples of it, and so is every limit that is tried
+    """
+    orders = list(_orders(buffers))
+    for order in orders:
+        if (offsets := _fitted(buffers, order, lower_bound, rounds_max)) is not None:
+            return offsets
+    static = [place(buffers, order)[0] for order in orders]
+    best = min(static, key=lambda offsets: peak_of(buffers, offsets))
+    for slack in SLACKS:
+        limit = round_up(lower_bound + int(lower_bound * slack), step)
+        if limit >= peak_of(buffers, best):
             break
-        order.insert(at // 2, order.pop(at))
-        layout = place(buffers, order, lower_bound)
-        if layout.peak < best.peak:
-            best = layout
+        for order in orders[:2]:
+            if (offsets := _fitted(buffers, order, limit, rounds_max // 2)) is not None:
+                return offsets
     return best

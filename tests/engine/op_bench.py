@@ -13,7 +13,7 @@ from engine.config import ModelConfig, read_config
 from engine.executor import NATIVE
 from engine.formats import bf16_bits, pow2_ceil
 from engine.ir import Graph, Op
-from engine.model.blocks import Lowering
+from engine.model.lowering import Lowering
 from engine.ops.bind import Backend, Binding
 from engine.ops.reference.backend import TorchBackend
 from engine.ops.rows import Workers

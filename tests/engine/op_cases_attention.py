@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.model.blocks import index_scratch
+from engine.model.lowering import index_scratch
 from engine.tiling import INDEX_KEYS
 from tests.engine.op_bench import CONFIG, Bench, Cases
 
