@@ -22,14 +22,14 @@ def experts(low: Lowering, prefix: str, x: str, total: int, active: int) -> str:
     if low.shared and not low.split and len(low.tiles()) == 1:
         routed, shared = summed_together(low, prefix, *dispatched)
     else:
-        routed = routed(low, prefix, *dispatched)
+        routed = routed_sum(low, prefix, *dispatched)
         shared = shared_expert(low, f"{prefix}.shared_experts", packed)
     out = low.b.temp(f"{prefix}.out", "bf16", low.own, c.hidden_size)
     low.b.op(f"{prefix}.out", "moe_sum", (routed, shared), (out,))
     return out
 
 
-def routed(low: Lowering, prefix: str, packed: str, choice: str, weight: str, active: int) -> str:
+def routed_sum(low: Lowering, prefix: str, packed: str, choice: str, weight: str, active: int) -> str:
     c, name = low.c, f"{prefix}.routed"
     if not low.shared:
         out = low.b.temp(name, "f64", "T", c.hidden_size)
