@@ -9,6 +9,7 @@ from engine.tiling import FEW_SLOTS, GEMM_ROWS, GEMM_WEIGHT_ITEMS, REDUCE_ROWS
 
 
 def experts(low: Lowering, prefix: str, x: str, total: int, active: int) -> str:
+    """The mixture of a block on this rank's rows: `active` of `total` experts, and the shared."""
     c = low.c
     logits = low.linear(f"{prefix}.gate", x, f"{prefix}.gate", "f64", low.own, source="bf16")
     choice = low.b.temp(f"{prefix}.choice", "i32", low.own, active)
@@ -29,7 +30,8 @@ def experts(low: Lowering, prefix: str, x: str, total: int, active: int) -> str:
     return out
 
 
-def routed_sum(low: Lowering, prefix: str, packed: str, choice: str, weight: str, active: int) -> str:
+def routed_sum(low: Lowering, prefix: str, packed: str, choice: str, weight: str, active: int):
+    """The routed experts of all ranks, summed in float64; tiles of rows travel one by one."""
     c, name = low.c, f"{prefix}.routed"
     if not low.shared:
         out = low.b.temp(name, "f64", "T", c.hidden_size)
@@ -70,6 +72,7 @@ def summed_together(low: Lowering, prefix: str, packed: str, choice: str, weight
 def expert_op(
     low: Lowering, name, prefix, packed, choice, weight, active, out, tile, after=None
 ) -> None:
+    """This rank's experts on all rows, or on those of one tile, into `out` (float64)."""
     c = low.c
     owned = low.deal.draft_experts if prefix.startswith("mtp") else low.deal.experts
     rows = low.rows_max if tile is None else min(REDUCE_ROWS, low.rows_max)
