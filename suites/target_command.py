@@ -100,7 +100,8 @@ def spec_from(document: Mapping, where: str) -> Spec:
     _known(document, [f.name for f in fields(Spec)], where)
     for key, kind in (("name", str), ("hosts", list), ("commands", dict)):
         if not isinstance(document.get(key), kind) or not document[key]:
-            raise UsageError(f"{where}: {key} is {document.get(key)!r}; a {kind.__name__} is needed")
+            found = document.get(key)
+            raise UsageError(f"{where}: {key} is {found!r}; a {kind.__name__} is needed")
     hosts = []
     for entry in document["hosts"]:
         _known(entry, [f.name for f in fields(Host)], f"{where}: hosts")

@@ -103,7 +103,8 @@ class Server:
 
     def _post(self, path: str, body: Mapping) -> bytes:
         url = f"{self.url}{path}"
-        return _good(_asked(lambda: client().post(url, json=body, timeout=self.answer_s), url)).content
+        answer = _asked(lambda: client().post(url, json=body, timeout=self.answer_s), url)
+        return _good(answer).content
 
 
 def _asked(ask: Callable[[], httpx.Response], url: str) -> httpx.Response:

@@ -24,7 +24,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 """Where the packages engine, suites and fixtures lie, for children that start elsewhere."""
 IDLE_MAX = 2
-"""Engines that nobody uses and that stay up all the same; a start costs seconds, each rank 400 MB."""
+"""Engines without users that stay up all the same: a start costs seconds, each rank 400 MB."""
 STOP_S = 30.0
 """How long a guard may take to end its command; it kills after its own, shorter, grace."""
 _POLL_S = 0.02
