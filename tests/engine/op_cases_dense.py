@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.formats import bf16_bits
+from engine.model.blocks import mixes
 from engine.tiling import REDUCE_ROWS
 from tests.engine.op_bench import CONFIG, Bench, Cases, with_config
 
@@ -148,7 +149,7 @@ def coefficients(rows: int, size: float) -> Bench:
     values = bench.normal(rows, 4, 48)
     values[:1] = 0
     h, bench.low.own = bench.given("h", values), rows
-    bench.low.mixes("p", "attn", h)
+    mixes(bench.low, "p", "attn", h)
     return bench
 
 
@@ -164,8 +165,8 @@ def wide_and_narrow_mix(rows: int, mix_width: int) -> Bench:
 def streams_in_place(rows: int) -> Bench:
     bench = Bench(23, max(rows, 1))
     h, y = bench.given("h", bench.normal(rows, 4, 40)), bench.given("y", bench.normal(rows, 40))
-    mixes, out = bench.given("mixes", bench.f32(rows, 24)), bench.low.b.updated("out", h)
-    return bench.op("update", (h, y, mixes), (out,), inplace=((h, out),))
+    given, out = bench.given("mixes", bench.f32(rows, 24)), bench.low.b.updated("out", h)
+    return bench.op("update", (h, y, given), (out,), inplace=((h, out),))
 
 
 @CASES.of("stream_mean", ((7,), (0,)))

@@ -6,6 +6,7 @@ import numpy as np
 
 from engine.engram import bucket_primes
 from engine.formats import bf16_bits
+from engine.model.experts import expert_op
 from engine.shard import Deal
 from engine.tiling import REDUCE_ROWS
 from tests.engine.op_bench import CONFIG, Bench, Cases, with_config
@@ -44,7 +45,7 @@ def routed_experts(rows: int, first: int, tile: int | None) -> Bench:
     weight = bench.given("weight", np.abs(bench.f32(total, 3)))
     inputs = bench.given("packed", bench.packed(total, 64)), bench.given("choice", choice), weight
     out = bench.out("out", "f64", rows, 64)
-    bench.low.expert_op("op", "p", *inputs, 3, out, tile)
+    expert_op(bench.low, "op", "p", *inputs, 3, out, tile)
     return bench
 
 
