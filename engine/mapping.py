@@ -18,7 +18,7 @@ from engine.ir import Graph, Tensor
 from engine.memmap import Allocation, MemoryMap, RankMap, Temporary
 from engine.model import KV_POOL, CacheLayout, build_graphs
 from engine.model.builder import IR_DTYPE
-from engine.planner import Plan, plan_graphs, to_allocations, to_temporaries
+from engine.planner import Plan, plan_ranks, to_allocations, to_temporaries
 from engine.recipe import Recipe
 from engine.shard import Deal, Weight, deal_ranks, rank_weights, resident_bytes
 from engine.units import MIB, round_up
@@ -117,14 +117,14 @@ def plan_model(
 def _plan_ranks(
     config: ModelConfig, recipe: Recipe, deals: Sequence[Deal], report: Progress
 ) -> tuple[PlannedRank, ...]:
+    report("plan", 0, len(deals))
+    graphs = [build_graphs(config, recipe, deals, rank) for rank in range(len(deals))]
+    plans = plan_ranks(graphs, recipe.scratch, ALIGNMENT_BYTES)
     ranks = []
     for rank, deal in enumerate(deals):
-        report("plan", rank, len(deals))
-        graphs = build_graphs(config, recipe, deals, rank)
-        plan = plan_graphs(graphs, recipe.scratch, ALIGNMENT_BYTES)
-        rank_map = map_rank(config, recipe, deal, rank, graphs, plan)
-        ranks.append(PlannedRank(deal, graphs, plan, rank_map))
-    report("plan", len(deals), len(deals))
+        rank_map = map_rank(config, recipe, deal, rank, graphs[rank], plans[rank])
+        ranks.append(PlannedRank(deal, graphs[rank], plans[rank], rank_map))
+        report("plan", rank + 1, len(deals))
     return tuple(ranks)
 
 

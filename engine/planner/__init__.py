@@ -24,6 +24,7 @@ from engine.planner.lives import (
 from engine.planner.place import Buffers, neighbours_of, place, place_well
 from engine.planner.plan import ARENA, Arena, GraphPlan, Plan, to_allocations, to_temporaries
 from engine.planner.pools import pool_names, same_instance
+from engine.planner.ranks import for_rank, widest
 from engine.units import round_up
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "GraphPlan",
     "Plan",
     "plan_graphs",
+    "plan_ranks",
     "to_allocations",
     "to_temporaries",
 ]
@@ -62,6 +64,14 @@ def plan_graphs(graphs: Sequence[Graph], strategy: str, alignment: int = 256) ->
     subjects = [_subject(graph, alignment) for graph in graphs]
     pools = {"none": _no_reuse, "pools": _phase_pools, "planned": _full_reuse}[strategy]
     return _assemble(strategy, alignment, subjects, pools(subjects, alignment))
+
+
+def plan_ranks(
+    graphs: Sequence[Sequence[Graph]], strategy: str, alignment: int = 256
+) -> tuple[Plan, ...]:
+    """One layout for all ranks, planned once (see `planner.ranks`); a plan for each of them."""
+    common = plan_graphs([widest(same) for same in zip(*graphs, strict=True)], strategy, alignment)
+    return tuple(for_rank(common, own) for own in graphs)
 
 
 def _subject(graph: Graph, alignment: int) -> _Subject:
