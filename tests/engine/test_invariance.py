@@ -291,7 +291,7 @@ class Flipped:
         exchange.wait()
         self._left -= 1
         if self._left == 0:
-            received[7] ^= 0x40
+            received[-1] ^= 0x01
         return self
 
     def wait(self) -> None:
@@ -301,8 +301,8 @@ class Flipped:
 def test_one_wrong_bit_between_ranks_is_seen(clean):
     def plant(model) -> None:
         if model.executor.comm.rank == 0:
-            # The third message of a prompt brings the other rank's window rows of layer 0.
-            model.executor.comm = Flipped(model.executor.comm, 3)
+            # The second message of a prompt ends with the other rank's window rows of layer 0.
+            model.executor.comm = Flipped(model.executor.comm, 2)
 
     with LocalRanks(MINI, recipe(2), change=plant) as model:
         found = in_pieces(model, IDS[:16], [16])
