@@ -182,7 +182,8 @@ def _listening(address: Address) -> Iterator[socket.socket]:
         family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((address.host, address.port), family=family)
     except OSError as error:
-        raise RendezvousError(f"rank 0 cannot listen on {address}: {error.strerror}") from error
+        why = str(error.strerror).partition(" (while")[0]
+        raise RendezvousError(f"rank 0 cannot listen on {address}: {why}") from error
     with listener:
         yield listener
 

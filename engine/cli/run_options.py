@@ -137,8 +137,9 @@ def check_service(options: RunOptions, header: PackageHeader) -> None:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
         socket.create_server((options.host, options.port), family=family).close()
     except OSError as error:
+        why = str(error.strerror).partition(" (while")[0]
         raise UsageError(
-            f"cannot listen on {options.host} port {options.port}: {error.strerror}; "
+            f"cannot listen on {options.host} port {options.port}: {why}; "
             "a free port is needed (0 takes any)"
         ) from error
 

@@ -16,7 +16,7 @@ from engine.shard import deal_ranks, rank_weights, resident_bytes
 from engine.units import GIB, MIB
 from fixtures.checkpoints.mini_configs import mini_config
 
-RELEASE = Path(__file__).parent / "flash-config.json"
+RELEASE = Path(__file__).resolve().parents[2] / "fixtures" / "models" / "flash" / "config.json"
 EXPERT_BYTES = 18_800_640
 """One routed expert of the release, as its checkpoint's headers say."""
 

@@ -213,7 +213,7 @@ def test_local_ranks_are_started_with_the_same_options(tmp_path):
         (["--host-memory-floor", "100TiB"], errors.MemoryFloorError, "MiB required"),
         (["--kv-cache-limit", "100TiB"], errors.MemoryFloorError, "MiB required"),
         (["--mtp-draft-tokens", "9"], UsageError, "--mtp-draft-tokens is 9; accepted: 0 to 2"),
-        (["--host", "203.0.113.1"], UsageError, "cannot listen on 192.0.2.1 port 0"),
+        (["--host", "203.0.113.1"], UsageError, "cannot listen on 203.0.113.1 port 0"),
         (["--api-key-file", "/nonexistent"], UsageError, "cannot read the key"),
     ],
 )
