@@ -93,12 +93,12 @@ class LeadCore:
 
     def export_page(self, page: int) -> bytes:
         """The packed bytes of a page; equal on every rank."""
-        return self._model.page(page).tobytes()
+        return self._model.read_page(page)
 
     def import_page(self, page: int, content: bytes) -> None:
         """Write a page on every rank."""
         self._tell(_PAGE, page.to_bytes(4, "little") + content)
-        self._model.page(page)[...] = np.frombuffer(content, np.uint8)
+        self._model.write_page(page, content)
 
     def warm_up(self) -> None:
         """Run every graph once, so that kernels are compiled before the first request."""
@@ -145,7 +145,6 @@ def _obey(model: RankModel, kind: bytes, body: bytes) -> None:
     elif kind == _WINDOW:
         model.import_window(int.from_bytes(body[:4], "little"), body[4:])
     elif kind == _PAGE:
-        page = model.page(int.from_bytes(body[:4], "little"))
-        page[...] = np.frombuffer(body, np.uint8, page.size, 4)
+        model.write_page(int.from_bytes(body[:4], "little"), body[4:])
     else:
         raise AssertionError(f"a message of unknown kind {kind!r} with {len(body)} bytes")

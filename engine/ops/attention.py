@@ -74,7 +74,7 @@ def pack_entry_rows(first, past, latent, key, out):
         for block in range(width // 16):
             start = block * 16
             largest = np.float64(largest_of(latent, t, start, 16, FP4_KV_FLOOR))
-            code = to_e4m3(np.float32(largest / 6.0))
+            code = to_e4m3(np.float32(min(largest / 6.0, 448.0)))
             pack_fp4_block(latent, t, start, 16, np.float64(from_e4m3(code)), out, start // 2)
             out[t, width // 2 + block] = code
         pack_fp4_e8m0(key, t, 0, key.shape[1], out, width // 2 + width // 16)
