@@ -21,6 +21,8 @@ from engine.errors import PeerLostError, RendezvousError
 from engine.meeting import Meeting
 
 CONNECT_TIMEOUT_S = 60.0
+GREETING_TIMEOUT_S = 5.0
+"""A caller that has not said who it is by then is turned away."""
 PATIENCE_S = 1.0
 """How often a waiting rank looks whether all others are still there."""
 SILENCE_S = 120.0
@@ -61,7 +63,8 @@ class Mesh:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
-            sock.settimeout(PATIENCE_S)
+            # With a timeout even a send that must not wait would wait for room, and then fail.
+            sock.setblocking(False)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> MeshExchange:
         """Every rank's `sent` (equal sizes), one after the other in rank order."""
@@ -88,13 +91,13 @@ class Mesh:
 
     def send(self, peer: int, content: bytes) -> None:
         """Send all bytes to a peer."""
-        sock, rest, began = self._socks[peer], memoryview(content), time.monotonic()
-        while rest := self._send_some(peer, sock, rest):
-            poll = select.poll()
-            poll.register(sock, select.POLLOUT)
-            if not poll.poll(PATIENCE_S * 1000):
+        sock, rest, moved = self._socks[peer], memoryview(content), time.monotonic()
+        while left := self._send_some(peer, sock, rest):
+            moved = time.monotonic() if len(left) < len(rest) else moved
+            rest = left
+            if not _ready(sock, select.POLLOUT):
                 self._check()
-                if time.monotonic() - began > SILENCE_S:
+                if time.monotonic() - moved > SILENCE_S:
                     raise self._lost(peer, f"it took nothing for {SILENCE_S:g} s")
 
     def receive_message(self, peer: int) -> bytes:
@@ -116,7 +119,7 @@ class Mesh:
     def _send_some(self, peer: int, sock: socket.socket, view: memoryview) -> memoryview:
         try:
             while view:
-                view = view[sock.send(view, socket.MSG_DONTWAIT) :]
+                view = view[sock.send(view) :]
         except BlockingIOError:
             pass  # The rest is sent while waiting.
         except OSError as error:
@@ -127,18 +130,12 @@ class Mesh:
         """Fill `view` from a peer; a patient wait ends only when a rank is known to be gone."""
         sock, heard = self._socks[peer], time.monotonic()
         while view:
-            try:
-                count = sock.recv_into(view)
-            except TimeoutError:
-                self._check()
-                if not patient and time.monotonic() - heard > SILENCE_S:
-                    raise self._lost(peer, f"nothing came for {SILENCE_S:g} s") from None
+            if _ready(sock, select.POLLIN):
+                view, heard = self._receive_some(peer, sock, view), time.monotonic()
                 continue
-            except OSError as error:
-                raise self._lost(peer, str(error)) from error
-            if count == 0:
-                raise self._lost(peer, "its connection was closed (the process ended)")
-            view = view[count:]
+            self._check()
+            if not patient and time.monotonic() - heard > SILENCE_S:
+                raise self._lost(peer, f"nothing came for {SILENCE_S:g} s")
 
     def interleave(self, sends: list, receives: list) -> None:
         """Send and receive large pieces side by side, so that no two ranks wait on each other."""
@@ -153,7 +150,8 @@ class Mesh:
             if not ready:
                 self._check()
                 if time.monotonic() - heard > SILENCE_S:
-                    raise self._lost(next(iter(into)), f"nothing moved for {SILENCE_S:g} s")
+                    silent = next(peer for peer in into if into[peer] or out[peer])
+                    raise self._lost(silent, f"nothing moved for {SILENCE_S:g} s")
                 continue
             heard = time.monotonic()
             for peer, sock in self._socks.items():
@@ -166,6 +164,8 @@ class Mesh:
     def _receive_some(self, peer: int, sock: socket.socket, view: memoryview) -> memoryview:
         try:
             count = sock.recv_into(view)
+        except BlockingIOError:
+            return view  # Announced, and gone again.
         except OSError as error:
             raise self._lost(peer, str(error)) from error
         if count == 0:
@@ -181,6 +181,13 @@ class Mesh:
         for sock in self._socks.values():
             sock.close()
         self._socks.clear()
+
+
+def _ready(sock: socket.socket, event: int) -> bool:
+    """Whether a socket can be read or written, after PATIENCE_S at most."""
+    poll = select.poll()
+    poll.register(sock, event)
+    return bool(poll.poll(PATIENCE_S * 1000))
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
@@ -204,16 +211,15 @@ def build_mesh(meeting: Meeting) -> Mesh:
     family = socket.AF_INET6 if ":" in meeting.host else socket.AF_INET
     with socket.create_server(("", 0), family=family) as listener:
         addresses, token = _exchange_addresses(meeting, listener.getsockname()[1])
-        socks = {}
-        for peer in range(meeting.rank):
-            socks[peer] = _call(addresses[peer], token, meeting.rank)
-        listener.settimeout(CONNECT_TIMEOUT_S)
-        while len(socks) < meeting.ranks - 1:
-            peer, sock = _answer(listener, token, meeting)
-            if sock is not None and peer not in socks and meeting.rank < peer < meeting.ranks:
-                socks[peer] = sock
-            elif sock is not None:
+        socks: dict[int, socket.socket] = {}
+        try:
+            for peer in range(meeting.rank):
+                socks[peer] = _call(addresses[peer], token, meeting.rank)
+            _answer_all(listener, token, meeting, socks)
+        except BaseException:
+            for sock in socks.values():
                 sock.close()
+            raise
     return Mesh(meeting.rank, meeting.ranks, dict(sorted(socks.items())), meeting.check)
 
 
@@ -246,23 +252,38 @@ def _call(address, token: bytes, rank: int) -> socket.socket:
     return sock
 
 
-def _answer(listener: socket.socket, token: bytes, meeting: Meeting):
+def _answer_all(
+    listener: socket.socket, token: bytes, meeting: Meeting, socks: dict[int, socket.socket]
+) -> None:
+    """Wait for all higher ranks; whoever does not greet as one of them is turned away."""
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    while awaited := set(range(meeting.rank + 1, meeting.ranks)) - set(socks):
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            sock, _ = listener.accept()
+        except TimeoutError as error:
+            meeting.check()
+            raise RendezvousError(
+                f"rank {meeting.rank}: no data connection from rank "
+                f"{', '.join(map(str, sorted(awaited)))} within {CONNECT_TIMEOUT_S:g} s"
+            ) from error
+        peer = _greeting(sock, token)
+        if peer in awaited:
+            socks[peer] = sock
+        else:
+            sock.close()
+
+
+def _greeting(sock: socket.socket, token: bytes) -> int | None:
+    """The rank that a caller says it is, None for one without the token."""
+    deadline, greeting = time.monotonic() + GREETING_TIMEOUT_S, b""
     try:
-        sock, _ = listener.accept()
-    except TimeoutError as error:
-        meeting.check()
-        raise RendezvousError(
-            f"rank {meeting.rank}: not all ranks opened a data connection within "
-            f"{CONNECT_TIMEOUT_S:g} s"
-        ) from error
-    sock.settimeout(CONNECT_TIMEOUT_S)
-    greeting = b""
-    while len(greeting) < _TOKEN_BYTES + 1:
-        piece = sock.recv(_TOKEN_BYTES + 1 - len(greeting))
-        if not piece:
-            break
-        greeting += piece
-    if len(greeting) != _TOKEN_BYTES + 1 or not hmac.compare_digest(greeting[:-1], token):
-        sock.close()
-        return -1, None
-    return greeting[-1], sock
+        while len(greeting) < _TOKEN_BYTES + 1:
+            sock.settimeout(max(0.01, deadline - time.monotonic()))
+            piece = sock.recv(_TOKEN_BYTES + 1 - len(greeting))
+            if not piece:
+                return None
+            greeting += piece
+    except OSError:
+        return None  # Silent for too long, or gone: no rank of ours.
+    return greeting[-1] if hmac.compare_digest(greeting[:-1], token) else None
