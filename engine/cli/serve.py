@@ -162,10 +162,11 @@ def run(
     secret = find_secret(secret_file, rendezvous, local)
     if options.rank == 0:
         grace.seconds += options.drain_s
-    others = followers(options, ranks, address, secret) if local else LocalRanks({}, {})
     with Journal(options.rank) as journal, ExitStack() as stack:
         journal.enter("start", package=str(options.package), ranks=ranks)
         check_start_floor(options, header)
+        prepare_kernels(options, journal)
+        others = followers(options, ranks, address, secret) if local else LocalRanks({}, {})
         stack.enter_context(others)
 
         def progress(phase: str, done: int, total: int) -> None:
@@ -180,6 +181,15 @@ def run(
         run_rank(options, header, meeting, journal)
         meeting.close()
         others.wait(STUCK_GRACE_S)
+
+
+def prepare_kernels(options: RunOptions, journal: Journal) -> None:
+    """Compile before the ranks meet: none of them then waits for another's compiler."""
+    if options.gpus != "cpu":
+        return
+    from engine.warm import compile_kernels
+
+    compile_kernels(lambda text: journal.log(text))
 
 
 def _cut_off(error: PeerLostError) -> None:

@@ -25,7 +25,7 @@ LAYERS = (
     "device comm exchange mapping tensors",
     "link meeting rendezvous mesh launch delivery seating start sequence calls",
     "package_format checkpoint package package_writer distribution executor scheduler",
-    "rank export core engine_loop metrics answers",
+    "rank export core engine_loop metrics answers warm",
     "residence app server",
     "cli",
 )
