@@ -1,7 +1,8 @@
 """Kernels: what each kind of op computes, row by row, in float64 with one rounding (spec 1).
 
 Compiled kernels are kept between processes in a folder named after the digest of all kernel
-sources: the compiler's own check looks at one file at a time, and a kernel inlines others.
+sources and their place: the compiler's own check looks at one file at a time, and a kernel inlines
+others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ KERNEL_CACHE_VARIABLE = "SPARKPROOF_KERNEL_CACHE"
 
 def kernel_cache(environ: dict[str, str] | os._Environ[str] = os.environ) -> Path:
     """Where compiled kernels of this source are kept."""
-    digest = hashlib.sha256()
+    # The compiler files its results under the place of the source as well.
+    digest = hashlib.sha256(str(Path(__file__).resolve().parent).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.name.encode() + source.read_bytes())
     base = environ.get(KERNEL_CACHE_VARIABLE)
