@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,11 +22,11 @@ from engine.packing.tricks import Tricks
 SPARE_CHOICES = 50
 CHOICES_PER_BUFFER = 1.25
 """Together the allowance of a run in the first round."""
-PATIENCE_ROUNDS = 20
-"""Rounds after which the allowance grows fast, because the problem may have no placement."""
-GROWTH_PATIENT = 1.05
-GROWTH_AFTER = 1.5
-"""Factors on the allowance from round to round."""
+GROWTH = 1.05
+"""Factor on the allowance from round to round."""
+LONG_SHARE = 0.25
+"""After each round one run may take this share of all choices so far: such runs grow
+geometrically, so that a problem without a placement is soon searched to its end."""
 NOISE = (0.0, 0.3, 1.0, 0.03)
 """Random factors exp(-noise..noise) on what is tried first, round by round, over and over."""
 ORDERS = (
@@ -104,6 +104,45 @@ def priorities(part: Part, durations: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
+@dataclass(frozen=True)
+class _Attempt:
+    """One run to make: what is tried first, where, learning which weights, for how long."""
+
+    order: str
+    lowest_only: bool
+    priority: np.ndarray
+    weight: np.ndarray
+    nodes_max: int
+
+
+def _factors(noise: random.Random, strength: float, count: int) -> np.ndarray:
+    """Random factors [count], all 1 at strength 0."""
+    return np.exp([strength * (2 * noise.random() - 1) for _ in range(count)])
+
+
+def _attempts(
+    part: Part, durations: np.ndarray, nodes_max: int, tricks: Tricks, seed: int, spent: Counter
+) -> Iterator[_Attempt]:
+    """The runs to make, without end; `spent` tells the choices made so far."""
+    values = priorities(part, durations)
+    count = len(part.indices)
+    orders = ORDERS if tricks.portfolio else ORDERS[:1]
+    weights = [np.ones(len(part.sections)) for _ in range(len(orders) + 1)]
+    long_order, long_lowest = ORDERS[0]
+    if not tricks.restarts:
+        yield _Attempt(long_order, long_lowest, values[long_order], weights[-1], nodes_max)
+        return
+    noise = random.Random(seed)
+    allowance = SPARE_CHOICES + CHOICES_PER_BUFFER * count
+    for strength in itertools.cycle(NOISE):
+        for (name, lowest_only), weight in zip(orders, weights[:-1], strict=True):
+            priority = values[name] * _factors(noise, strength, count)
+            yield _Attempt(name, lowest_only, priority, weight, int(allowance))
+        long_run = int(LONG_SHARE * spent["nodes"])
+        yield _Attempt(long_order, long_lowest, values[long_order], weights[-1], long_run)
+        allowance *= GROWTH
+
+
 def search_part(
     part: Part,
     durations: np.ndarray,
@@ -122,34 +161,25 @@ def search_part(
 
     board = board_of(part, capacity_bytes - part.base_bytes)
     state = new_state(board)
-    values = priorities(part, durations)
-    orders = ORDERS if tricks.portfolio else ORDERS[:1]
-    weights = [np.ones(len(part.sections)) for _ in orders]
     counters: Counter = Counter()
-    allowance = SPARE_CHOICES + CHOICES_PER_BUFFER * len(part.indices)
-    if not tricks.restarts:
-        allowance = float(nodes_max)
     left = nodes_max
-    noise = random.Random(seed)
-    for round_index in itertools.count():
-        for (name, lowest_only), weight in zip(orders, weights, strict=True):
-            if left <= 0 or out_of_time():
-                return Outcome("open", None, "", counters)
-            value = values[name] * _factors(noise, NOISE[round_index % len(NOISE)], board)
-            status, nodes = search(
-                board, state, tricks, value, weight, lowest_only, min(left, int(allowance))
-            )
-            left -= max(nodes, 1)
-            counters.update(nodes=nodes, runs=1)
-            counters.update(dict(zip(COUNTERS, state.registers.tolist(), strict=False)))
-            if status == FOUND:
-                return Outcome("found", state.bound["low"].copy(), name, counters)
-            if status == EXHAUSTED:
-                return Outcome("proven", None, name, counters)
-        allowance *= GROWTH_PATIENT if round_index < PATIENCE_ROUNDS else GROWTH_AFTER
-    raise AssertionError("rounds are endless")
-
-
-def _factors(noise: random.Random, strength: float, board) -> np.ndarray:
-    """Random factors [buffers], all 1 at strength 0."""
-    return np.exp([strength * (2 * noise.random() - 1) for _ in range(len(board.buffer))])
+    for attempt in _attempts(part, durations, nodes_max, tricks, seed, counters):
+        if left <= 0 or out_of_time():
+            break
+        status, nodes = search(
+            board,
+            state,
+            tricks,
+            attempt.priority,
+            attempt.weight,
+            attempt.lowest_only,
+            min(left, attempt.nodes_max),
+        )
+        left -= max(nodes, 1)
+        counters.update(nodes=nodes, runs=1)
+        counters.update(dict(zip(COUNTERS, state.registers.tolist(), strict=False)))
+        if status == FOUND:
+            return Outcome("found", state.bound["low"].copy(), attempt.order, counters)
+        if status == EXHAUSTED:
+            return Outcome("proven", None, attempt.order, counters)
+    return Outcome("open", None, "", counters)
