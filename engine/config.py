@@ -48,7 +48,8 @@ _FIXED_TEXT = {
     "topk_method": "noaux_tc",
     "norm_topk_prob": True,
 }
-_OPTIONAL_FIXED = {"tie_word_embeddings", "attention_bias", "model_type"}
+_OPTIONAL_FIXED = frozenset({"tie_word_embeddings", "attention_bias", "model_type"})
+_YARN_KINDS = ("rope_type", "type")
 _YARN_KEYS = {"factor", "beta_fast", "beta_slow", "original_max_position_embeddings"}
 
 
@@ -177,26 +178,26 @@ def read_config(path: Path) -> ModelConfig:
         document = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     return parse_config(document, str(path))
 
 
 def parse_config(document: Mapping, where: str = "config.json") -> ModelConfig:
     """The configuration of a nested document; every key is used, fixed or refused by name."""
-    if not isinstance(document, Mapping):
-        raise ConfigError(f"{where} holds {type(document).__name__}; an object is needed")
     _refuse_unknown(document, _OUTER_KEYS, where)
     if document.get("model_type") != "deepseek_v41":
         raise ConfigError(
             f"{where}: {must_be_one_of('model_type', document.get('model_type'), ['deepseek_v41'])}"
         )
     quantisation = document.get("quantization_config", {})
+    _refuse_unknown(quantisation, set(_QUANTISATION), f"{where} quantization_config")
     _require_fixed(quantisation, _QUANTISATION, f"{where} quantization_config")
     if "text_config" not in document:
         raise ConfigError(f"{where} has no text_config")
-    text = dict(document["text_config"])
-    _require_fixed(text, _FIXED_TEXT, f"{where} text_config", _OPTIONAL_FIXED, exact=False)
+    text = document["text_config"]
+    _refuse_unknown(text, {*_FIXED_TEXT, *ModelConfig.__dataclass_fields__}, f"{where} text_config")
+    _require_fixed(text, _FIXED_TEXT, f"{where} text_config", _OPTIONAL_FIXED)
     text = {k: v for k, v in text.items() if k not in _FIXED_TEXT}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         text.setdefault(key, document.get(key, ModelConfig.__dataclass_fields__[key].default))
@@ -205,21 +206,17 @@ def parse_config(document: Mapping, where: str = "config.json") -> ModelConfig:
     return config
 
 
-def _refuse_unknown(found: Mapping, known: set[str], where: str) -> None:
+def _refuse_unknown(found: object, known: set[str], where: str) -> None:
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{where} holds {type(found).__name__}; an object is needed")
     for key in found:
         if key not in known:
             raise ConfigError(f"{where}: unknown key {key!r} = {found[key]!r}")
 
 
 def _require_fixed(
-    found: Mapping,
-    fixed: Mapping,
-    where: str,
-    optional: set[str] = frozenset(),
-    exact: bool = True,
+    found: Mapping, fixed: Mapping, where: str, optional: frozenset[str] = frozenset()
 ) -> None:
-    if exact:
-        _refuse_unknown(found, set(fixed), where)
     for key, value in fixed.items():
         if key not in found:
             if key not in optional:
@@ -230,7 +227,6 @@ def _require_fixed(
 
 def _build(text: Mapping, where: str) -> ModelConfig:
     known = {f.name: f for f in fields(ModelConfig)}
-    _refuse_unknown(text, set(known), where)
     missing = sorted(set(known) - set(text))
     if missing:
         raise ConfigError(f"{where}: missing {', '.join(missing)}")
@@ -255,24 +251,20 @@ def _value(name: str, value: object, kind: str, where: str) -> object:
 
 
 def _yarn(value: object, where: str) -> Yarn:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: rope_scaling is {value!r}; an object is needed")
-    kinds = {value[key] for key in ("rope_type", "type") if key in value}
-    if kinds != {"yarn"}:
-        found = sorted(map(str, kinds))
-        raise ConfigError(f"{where}: rope_scaling type is {found}; accepted: yarn")
-    rest = {k: v for k, v in value.items() if k not in ("rope_type", "type")}
-    _refuse_unknown(rest, _YARN_KEYS, f"{where} rope_scaling")
+    _refuse_unknown(value, {*_YARN_KEYS, *_YARN_KINDS}, f"{where} rope_scaling")
+    kinds = sorted({str(value[key]) for key in _YARN_KINDS if key in value})
+    if kinds != ["yarn"]:
+        raise ConfigError(f"{where}: rope_scaling type is {kinds}; accepted: yarn")
+    rest = {k: v for k, v in value.items() if k not in _YARN_KINDS}
     if missing := sorted(_YARN_KEYS - set(rest)):
         raise ConfigError(f"{where}: rope_scaling lacks {', '.join(missing)}")
-    if any(type(v) not in (int, float) or not v > 0 for v in rest.values()):
+    if not all(type(v) in (int, float) and 0 < v < math.inf for v in rest.values()):
         raise ConfigError(f"{where}: rope_scaling {rest} needs positive numbers")
-    return Yarn(
-        float(rest["factor"]),
-        float(rest["beta_fast"]),
-        float(rest["beta_slow"]),
-        int(rest["original_max_position_embeddings"]),
-    )
+    length = rest.pop("original_max_position_embeddings")
+    if length != int(length):
+        raise ConfigError(f"{where}: original_max_position_embeddings is {length}; no whole number")
+    floats = {k: float(v) for k, v in rest.items()}
+    return Yarn(**floats, original_max_position_embeddings=int(length))
 
 
 def _check(c: ModelConfig, where: str) -> None:
@@ -282,11 +274,12 @@ def _check(c: ModelConfig, where: str) -> None:
 
     for name in _POSITIVE:
         need(getattr(c, name) > 0, f"{name} is {getattr(c, name)}; it must be positive")
-    layers = c.num_hidden_layers
+    layers, drafts = c.num_hidden_layers, c.num_nextn_predict_layers
+    need(drafts >= 0, f"num_nextn_predict_layers is {drafts}; it must not be negative")
     need(
         len(c.compress_ratios) == c.num_layers_with_drafts,
         f"compress_ratios lists {len(c.compress_ratios)} layers, not "
-        f"{layers} + {c.num_nextn_predict_layers} draft blocks",
+        f"{layers} + {drafts} draft blocks",
     )
     need(all(r in (0, 1, 2) for r in c.compress_ratios), "compress_ratios may hold 0, 1 and 2")
     need(not any(c.compress_ratios[layers:]), "draft blocks must have compress_ratio 0")

@@ -98,6 +98,13 @@ def recipe_from_json(document: Mapping, where: str = "recipe") -> Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read the `[recipe]` table of a TOML file."""
-    document = tomllib.loads(Path(path).read_text())
-    return recipe_from_json(document.get("recipe", {}), str(path))
+    """Read the `[recipe]` table of a TOML file; other tables are not its own. Raises UsageError."""
+    try:
+        document = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read the recipe {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not TOML: {error}") from error
+    if not isinstance(table := document.get("recipe"), dict):
+        raise UsageError(f"{path} has no [recipe] table; it has {', '.join(document) or 'nothing'}")
+    return recipe_from_json(table, str(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from engine.errors import UsageError
 
@@ -41,10 +42,10 @@ def parse_size(text: str, what: str = "size") -> int:
             f"{what} is {text!r}; accepted: a number with B, KiB, MiB, GiB, TiB (binary), "
             f"KB, MB, GB, TB (decimal) or K, M, G, T (binary), for example 8GiB"
         )
-    size = float(match.group(1)) * _FACTORS[match.group(2).upper()]
-    if size != int(size):
+    size = Fraction(match.group(1)) * _FACTORS[match.group(2).upper()]
+    if size.denominator != 1:
         raise UsageError(f"{what} is {text!r}, which is not a whole number of bytes")
-    return int(size)
+    return size.numerator
 
 
 def mib(size_bytes: int) -> float:
