@@ -97,6 +97,8 @@ def step_batch(
 
 def _ngrams(step: SequenceStep, config: ModelConfig, fold: np.ndarray) -> np.ndarray:
     """Folded ids [rows, n], column k the id k positions back; before the start the folded pad."""
+    if not config.engram_layer_ids:
+        return np.zeros((len(step.ids), 0), np.int64)
     back = config.engram_max_ngram_size - 1
     known = step.history[len(step.history) - min(back, step.start) :] if back else ()
     assert len(known) == min(back, step.start), (
@@ -120,7 +122,7 @@ def draft_batch(steps: Sequence[DraftStep], config: ModelConfig, block: int) -> 
         ids=ids.reshape(-1),
         positions=(start[:, None] + np.arange(block)).reshape(-1),
         seq_of=np.repeat(np.arange(count, dtype=np.int32), block),
-        ngrams=np.zeros((count * block, config.engram_max_ngram_size), np.int64),
+        ngrams=np.zeros((count * block, 0), np.int64),
         first_row=np.arange(count + 1, dtype=np.int32) * block,
         start=start,
         slots=np.asarray([step.slot for step in steps], np.int32),
