@@ -40,6 +40,7 @@ class LeadCore:
         self.vocab_size = config.vocab_size
         self.draft_tokens = recipe.mtp_draft_tokens if "draft" in model.graphs else 0
         self._block = draft_block_size(config, recipe)
+        self._pages_max = model.layout.pages_per_sequence_max
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[np.ndarray]:
         """Run ids of some sequences; logits fp32 [len(logit_rows), vocabulary] of each."""
@@ -65,17 +66,24 @@ class LeadCore:
         assert 0 < len(sequences) <= self.slots, f"{len(sequences)} sequences, {self.slots} slots"
         used = [s.slot for s in sequences]
         assert len(set(used)) == len(used), f"slots {used}: one is used twice"
+        assert all(0 <= slot < self.slots for slot in used), f"slots {used} of {self.slots}"
         for s in sequences:
             past = s.start + len(s.ids)
             assert s.ids and past <= self.positions_max, f"positions {s.start}..{past}"
             held = len(s.pages) * self.page_tokens
             assert held >= past, f"pages for {held} tokens, {past} are needed"
+            assert len(s.pages) <= self._pages_max, f"{len(s.pages)} pages of {self._pages_max}"
             assert all(0 <= p < self.pages for p in s.pages), f"pages {s.pages} of {self.pages}"
             assert all(0 <= i < self.vocab_size for i in s.ids), "an id outside the vocabulary"
+            assert all(0 <= r < len(s.ids) for r in s.logit_rows), f"rows {s.logit_rows} of a step"
 
     def draft(self, sequences: Sequence[DraftStep]) -> Drafts:
         """Run the draft blocks for some sequences."""
         assert self.draft_tokens, "the package was exported without drafts"
+        used = [s.slot for s in sequences]
+        assert used and len(set(used)) == len(used), f"slots {used}: none, or one twice"
+        assert all(0 <= slot < self.slots for slot in used), f"slots {used} of {self.slots}"
+        assert all(0 <= s.next_id < self.vocab_size for s in sequences), "an id outside"
         batch = draft_batch(sequences, self._model.config, self._block)
         self._tell(_DRAFT, batch.to_bytes())
         ids, logits, confidence = self._model.draft(batch)
@@ -88,8 +96,9 @@ class LeadCore:
 
     def import_window(self, slot: int, state: bytes) -> None:
         """Restore a slot's rings and open groups on every rank."""
-        self._tell(_WINDOW, slot.to_bytes(4, "little") + state)
+        # Here first: what does not fit must not reach the others.
         self._model.import_window(slot, state)
+        self._tell(_WINDOW, slot.to_bytes(4, "little") + state)
 
     def export_page(self, page: int) -> bytes:
         """The packed bytes of a page; equal on every rank."""
@@ -97,14 +106,17 @@ class LeadCore:
 
     def import_page(self, page: int, content: bytes) -> None:
         """Write a page on every rank."""
-        self._tell(_PAGE, page.to_bytes(4, "little") + content)
+        size = self._model.layout.page_bytes
+        assert len(content) == size, f"a page has {size} bytes, not {len(content)}"
         self._model.write_page(page, content)
+        self._tell(_PAGE, page.to_bytes(4, "little") + content)
 
     def warm_up(self) -> None:
         """Run every graph once, so that kernels are compiled before the first request."""
-        rows = min(self.tokens_per_step_max, 2 * self.page_tokens, self.positions_max - 2)
-        pages = tuple(range(min(self.pages, -(-(rows + 2) // self.page_tokens))))
-        rows = min(rows, len(pages) * self.page_tokens - 2)
+        chunk = self._model.recipe.prefill_chunk
+        room = min(self.positions_max, self.pages * self.page_tokens)
+        rows = max(1, min(chunk, 2 * self.page_tokens, room - 1))
+        pages = tuple(range(-(-(rows + 1) // self.page_tokens)))
         first = SequenceStep(0, 0, (0,) * rows, (), pages, (rows - 1,))
         self.step([first])
         self.step([replace(first, start=rows, ids=(0,), history=(0,) * rows, logit_rows=(0,))])
