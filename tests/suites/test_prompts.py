@@ -142,7 +142,7 @@ def test_decoys_share_the_key_and_stand_at_wrong_phases():
                         "same-head": [True, True, True, False]}[decoy.form]
         least, most = DECOY_PHASES[fact.kind]
         assert least <= abs(clock_phase(fact.kind, ends[decoy.of], decoy.start + 4)) <= most
-        assert decoy.tokens[4:8] != fact.value
+        assert all(a != b for a, b in zip(decoy.tokens[4:8], fact.value, strict=True))
     assert forms == {
         (kind, form): count * number
         for kind, count in KIND_COUNTS.items()
@@ -160,6 +160,8 @@ def test_too_short_a_haystack_is_refused():
         haystack(299, 0)
     with pytest.raises(ValueError, match="no room for decoys"):
         haystack(400, 0, decoyed=16)
+    with pytest.raises(ValueError, match="599 tokens are too few"):
+        length_sweep(599, 0)
 
 
 def test_nothing_is_planted_twice_in_one_place():
@@ -181,8 +183,8 @@ def test_concurrent_requests_share_a_key_and_not_their_passphrases():
 
 
 def test_a_length_sweep_has_every_length_and_answers_inside_the_prompt():
-    requests = length_sweep(500, 2)
-    assert [len(r.prompt) for r in requests] == list(range(500, 628))
+    requests = length_sweep(600, 2)
+    assert [len(r.prompt) for r in requests] == list(range(600, 728))
     for request in requests:
         ids = request.prompt
         start = next(i for i in range(len(ids)) if ids[i : i + 4] == ids[-4:])
