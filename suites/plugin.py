@@ -18,6 +18,7 @@ from _pytest.mark.expression import Expression
 from engine.errors import UsageError
 from suites.target import KINDS, Engines, NotSupportedError, Target, open_target
 from suites.target_command import read_spec
+from suites.target_plan import mini_export
 from suites.target_shared import Shared
 
 NOT_SUPPORTED = "not supported"
@@ -257,6 +258,12 @@ def target(asked: Asked) -> Target:
 def engines(target: Target, shared: Shared) -> Engines:
     """The engine under test with its packages and starts, each made once a run."""
     return Engines(target, shared)
+
+
+@pytest.fixture(scope="session")
+def package(asked: Asked, engines: Engines) -> Path:
+    """The package of --package, or the golden miniature at three ranks."""
+    return asked.package or engines.package(mini_export(3))
 
 
 @pytest.fixture

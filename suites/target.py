@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 CAPABILITIES: Mapping[str, str] = {
+    "plan": "is planned by the engine of this repository, without weights",
     "export": "makes a package from a checkpoint",
     "scratch-strategies": "exports with --scratch none, pools and planned",
     "inspect": "tells a package's memory map",
@@ -44,6 +45,7 @@ CAPABILITIES: Mapping[str, str] = {
     "top-20": "gives the twenty best log-probabilities",
     "exact-logprobs": "prints log-probabilities so that the bits of fp32 survive",
     "metrics": "counts its steps on /metrics",
+    "canonical-numerics": "computes the bits of the specification's canonical numerics",
 }
 KINDS = ("reference", "command:FILE", "openai:URL")
 
@@ -117,10 +119,14 @@ def open_target(text: str, model: str | None = None) -> Target:
 
 
 def reference_spec(python: str = sys.executable) -> Spec:
-    """The engine of this repository, all ranks on this host's CPU."""
+    """The engine of this repository, all ranks on this host's CPU.
+
+    The first start on a machine compiles the kernels, hence the long wait.
+    """
     ignition = [python, "-m", "engine.cli.ignition"]
     flare = [python, "-m", "engine.cli.flare"]
-    local = ["--gpus", "cpu", "--local"]
+    # The miniatures need little, and a default floor of 8 GiB would keep small machines out.
+    local = ["--gpus", "cpu", "--local", "--host-memory-floor", "256MiB"]
     return Spec(
         name="reference engine",
         hosts=(Host("local"),),
@@ -132,9 +138,12 @@ def reference_spec(python: str = sys.executable) -> Spec:
             ),
             "inspect": tuple([*flare, "inspect", "--memory-map", "--json", "{package}"]),
             "check": tuple([*flare, "inspect", "--check", "--json", "{package}"]),
-            "run": tuple([*flare, "run", "{package}", *local, "--port", "0", "{options}"]),
+            "run": tuple(
+                [*flare, "run", "{package}", *local, "--port", "0", "--drain", "2", "{options}"]
+            ),
         },
         ranks_per_host=8,
+        ready_s=900.0,
     )
 
 
@@ -213,7 +222,7 @@ class Engines:
 
     @contextlib.contextmanager
     def serve(
-        self, package: Path, options: Iterable[tuple[str, object]] = (), instance: str = ""
+        self, package: Path, options: Iterable[tuple[str, object]] = (), instance: str = "first"
     ) -> Iterator[Server]:
         """A server of a package, shared by all who ask for it with the same options.
 
@@ -224,7 +233,7 @@ class Engines:
         key = [str(package), sorted(given.items()), instance]
 
         def start() -> Running:
-            logs = self.shared.directory / "logs" / f"{package.name}-{instance or 'first'}"
+            logs = self.shared.directory / "logs" / f"{package.name}-{instance}"
             return self.target.start(package, given, self.shared, logs)
 
         running = self.shared.acquire(key, start)
@@ -234,10 +243,12 @@ class Engines:
             self.shared.release(key)
 
     @contextlib.contextmanager
-    def server(self) -> Iterator[Server]:
-        """The server of an endpoint target, which is simply there."""
-        if not isinstance(self.target, EndpointTarget):
-            raise NotSupportedError("start", f"{self.target.name} is no endpoint")
-        yield self.target.server
+    def any_server(self, export: Export) -> Iterator[Server]:
+        """The server of an endpoint, which is simply there, or one of a package made for it."""
+        if isinstance(self.target, EndpointTarget):
+            yield self.target.server
+            return
+        with self.serve(self.package(export)) as server:
+            yield server
 
 

@@ -66,15 +66,22 @@ class Server:
         **more: object,
     ) -> list[bytes]:
         """Answers to requests that are sent at the same time, each in a connection of its own."""
-        bodies = [
-            {"model": self.model, "prompt": p if isinstance(p, str) else list(p)}
-            | {"max_tokens": max_tokens, "temperature": 0}
-            | ({} if logprobs is None else {"logprobs": logprobs})
-            | more
-            for p in prompts
-        ]
+        bodies = [self._body(prompt, max_tokens, logprobs, more) for prompt in prompts]
         with ThreadPoolExecutor(len(bodies)) as pool:
             return list(pool.map(lambda body: self._post("/v1/completions", body), bodies))
+
+    def complete_batch(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 1, logprobs: int | None = TOP
+    ) -> bytes:
+        """The answer to one request with several prompts, which the server sees all at once."""
+        return self._post(
+            "/v1/completions", self._body([list(p) for p in prompts], max_tokens, logprobs, {})
+        )
+
+    def _body(self, prompt, max_tokens: int, logprobs: int | None, more: Mapping) -> dict:
+        body = {"model": self.model, "prompt": prompt if isinstance(prompt, str) else list(prompt)}
+        body |= {"max_tokens": max_tokens, "temperature": 0}
+        return body | ({} if logprobs is None else {"logprobs": logprobs}) | dict(more)
 
     def metrics(self) -> dict[str, float]:
         """Samples of /metrics by name, labels as written. Raises NotSupportedError without any."""

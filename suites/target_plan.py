@@ -20,6 +20,7 @@ from engine.ir import Graph
 from engine.mapping import plan_model
 from engine.memmap import MemoryMap
 from engine.recipe import Recipe, recipe_from_json
+from suites.target import Export
 from suites.target_shared import Shared
 
 FIXTURES = Path(str(files("fixtures")))
@@ -27,6 +28,8 @@ RECIPES = FIXTURES / "recipes"
 MODELS = {"flash": FIXTURES / "models" / "flash", "mini": FIXTURES / "goldens" / "mini"}
 """Models by name; any other reference is a directory, from that of the recipe's file."""
 KEYS = ("about", "model", "default", "recipe")
+MINI_OPTIONS = {"max-concurrency": 4, "mtp-draft-tokens": 5, "prefill-chunk": 64}
+"""Small enough to plan and start in seconds; longer prompts take several chunks."""
 HELD = 2
 """Plans that a process keeps in memory; those of the release have some 50,000 buffers each."""
 
@@ -84,6 +87,12 @@ def recipe_files(directory: Path = RECIPES) -> list[RecipeFile]:
     if not found:
         raise UsageError(f"{directory} holds no recipe")
     return found
+
+
+def mini_export(ranks: int, **options: object) -> Export:
+    """The golden miniature as the suites export it; `options` with underscores for dashes."""
+    given = {name.replace("_", "-"): value for name, value in options.items()}
+    return Export(MODELS["mini"], ranks, MINI_OPTIONS | given)
 
 
 def plan_recipe(recipe_file: RecipeFile) -> Planned:

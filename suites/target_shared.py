@@ -21,9 +21,11 @@ from pathlib import Path
 
 import psutil
 
+from suites.target_http import TargetError
+
 ROOT = Path(__file__).resolve().parents[1]
 """Where the packages engine, suites and fixtures lie, for children that start elsewhere."""
-IDLE_MAX = 2
+IDLE_MAX = 3
 """Engines without users that stay up all the same: a start costs seconds, each rank 400 MB."""
 STOP_S = 30.0
 """How long a guard may take to end its command; it kills after its own, shorter, grace."""
@@ -126,18 +128,25 @@ class Shared:
     def once(self, kind: str, key: object, make: Callable[[Path], None]) -> Path:
         """The path that `make(path)` filled, made by the first who asks; others wait for it.
 
-        A `make` that fails leaves nothing, and the next who asks tries again.
+        What failed is not tried again in the same run: the others fail with the same words.
+        Raises TargetError for them, and whatever `make` raises for the first.
         """
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         final = self.directory / kind / digest
         if final.exists():
             return final
+        final.parent.mkdir(exist_ok=True)
+        failed = final.with_name(f"{digest}.failed")
         with self.lock(f"{kind}-{digest}"):
+            if failed.exists():
+                raise TargetError(f"failed before in this run: {failed.read_text()}")
             if not final.exists():
                 made = final.with_name(f"{digest}.part")
-                _remove(made)
-                final.parent.mkdir(exist_ok=True)
-                make(made)
+                try:
+                    make(made)
+                except TargetError as error:
+                    failed.write_text(str(error))
+                    raise
                 made.rename(final)
         return final
 
@@ -213,13 +222,6 @@ class Shared:
                 part = file.with_suffix(".part")
                 part.write_text(json.dumps(kept))
                 part.rename(file)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def with_root(environ: Mapping[str, str]) -> dict[str, str]:
