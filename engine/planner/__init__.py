@@ -21,10 +21,11 @@ from engine.planner.lives import (
     groups_of,
     lower_bound_bytes,
 )
-from engine.planner.place import Buffers, neighbours_of, place, place_well
+from engine.planner.place import Buffers, neighbours_of, place
 from engine.planner.plan import ARENA, Arena, GraphPlan, Plan, to_allocations, to_temporaries
 from engine.planner.pools import pool_names, same_instance
 from engine.planner.ranks import for_rank, widest
+from engine.planner.search import place_well
 from engine.units import round_up
 
 __all__ = [
@@ -139,7 +140,7 @@ def _phase_pools(subjects: Sequence[_Subject], alignment: int) -> _Placed:
         for pool, category in dict.fromkeys(named):
             picked = [n for n in _solid(subject) if named[n] == (pool, category)]
             buffers = _buffers(subject, picked, conflicts, alignment)
-            placed, _ = place(buffers, range(len(picked)))
+            placed = place(buffers, range(len(picked)))
             categories[pool] = category
             for number, offset in zip(picked, placed, strict=True):
                 row[number] = offset

@@ -142,13 +142,19 @@ def _overlap_name(subject: Subject, a: Temporary, b: Temporary, scratch: set[str
     return "touching-overlap" if last == first else "overlap"
 
 
+def _at_its_base(t: Temporary, by_name: dict[str, Temporary]) -> bool:
+    """An empty slice may point to the end of its base, where another buffer may begin."""
+    base = by_name.get(t.alias_of) if t.alias_of else None
+    return base is not None and base.offset <= t.offset <= base.offset + base.nbytes
+
+
 def empties_nowhere(subject: Subject) -> Iterator[Finding]:
     """A tensor without bytes does not point into a buffer that lives at the same time."""
     held = list(subject.temporaries)
     by_name = {t.name: t for t in held}
     precedes = _order(subject, held)
     for number, t in enumerate(held):
-        if t.nbytes > 0:
+        if t.nbytes > 0 or _at_its_base(t, by_name):
             continue
         for other, b in enumerate(held):
             if not b.offset <= t.offset < b.offset + b.nbytes:
