@@ -384,13 +384,3 @@ def test_a_command_that_cannot_end_after_sigterm_is_cut_off():
 
 
 # --- the journal ----------------------------------------------------------------------------
-
-
-class Lines(list):
-    """A stream that keeps what is written."""
-
-    def write(self, text):
-        self.append(text)
-
-    def flush(self):
-        return

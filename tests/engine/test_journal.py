@@ -5,6 +5,16 @@ from __future__ import annotations
 from engine.cli.console import Journal
 
 
+class Lines(list):
+    """A stream that keeps what is written."""
+
+    def write(self, text):
+        self.append(text)
+
+    def flush(self):
+        return
+
+
 def test_a_log_line_says_time_rank_phase_event_and_values():
     lines = Lines()
     journal = Journal(2, lines, clock=lambda: 0.0)
