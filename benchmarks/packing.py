@@ -1,12 +1,15 @@
 """How long packing takes and what each trick of the search saves: python benchmarks/packing.py.
 
-Prints instance x time x choices with all tricks, what each trick did, and the choices needed with
-each trick off. `--data` names a folder of MiniMalloc CSVs called NAME.CAPACITY.csv.
+Prints instance x time x choices with all tricks and what each trick did; with --tricks also the
+choices needed with each trick off, to fit the instances and to prove that generated ones do not
+fit. `--data` names a folder of MiniMalloc CSVs called NAME.CAPACITY.csv.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import random
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -28,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data" / "minimalloc"
 SECONDS_MAX = 60.0
 NODES_MAX = 200_000
+VARIANTS = {"nothing": ALL_TRICKS} | {name: ALL_TRICKS.without(name) for name in Tricks._fields}
 
 
 @dataclass(frozen=True)
@@ -41,16 +45,26 @@ class Problem:
 
 @dataclass(frozen=True)
 class Result:
-    """One run: whether it fitted, seconds, and the counters."""
+    """One run: whether it fitted or was proven not to, seconds, and the counters."""
 
     fitted: bool
+    proven: bool
     seconds: float
     strategy: str
     counters: Counter
 
     @property
+    def choices(self) -> int:
+        return self.counters["nodes"]
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Sorts runs from good to bad."""
+        return not self.fitted, self.choices
+
+    @property
     def cell(self) -> str:
-        return f"{self.counters['nodes']:,}" if self.fitted else "-"
+        return f"{self.choices:,}" if self.fitted else "-"
 
 
 def problems_in(folder: Path, names: Sequence[str]) -> list[Problem]:
@@ -78,12 +92,14 @@ def timed(problem: Problem, tricks: Tricks, nodes_max: int | None, seed: int) ->
             seed=seed,
         )
     except (DoesNotFitError, GaveUpError) as error:
-        return Result(False, time.perf_counter() - began, f"{error}", Counter())
+        proven = isinstance(error, DoesNotFitError)
+        seconds = time.perf_counter() - began
+        return Result(False, proven, seconds, "", Counter(error.counters))
     seconds = time.perf_counter() - began
     wrong = violations_of(problem.buffers, placement.by_id, problem.capacity)
     if wrong:
         raise SystemExit(f"{problem.name}: {len(wrong)} violations, first: {wrong[0]}")
-    return Result(True, seconds, placement.strategy, Counter(placement.counters))
+    return Result(True, False, seconds, placement.strategy, Counter(placement.counters))
 
 
 def greedy_ratio(problem: Problem) -> float:
@@ -112,19 +128,60 @@ def print_counters(results: Sequence[Result]) -> None:
     print()
 
 
-def print_tricks(problems: Sequence[Problem], nodes_max: int, seed: int) -> None:
-    """Choices per instance with each trick off; "-" where the budget did not suffice."""
-    print(f"choices needed with one trick off, '-': none found in {nodes_max:,} choices\n")
+def print_tricks(problems: Sequence[Problem], nodes_max: int, seeds: range) -> None:
+    """Median choices per instance with each trick off; "-" where most runs found nothing."""
+    print(
+        f"median choices to fit with one trick off, seeds {seeds.start} to {seeds.stop - 1}; "
+        f"'-': not in {nodes_max:,}\n"
+    )
     names = [problem.name for problem in problems]
-    print(f"| off | {' | '.join(names)} | fitted | seconds |")
+    print(f"| off | {' | '.join(names)} | runs that fitted | seconds |")
     print(f"|---|{'---|' * (len(names) + 2)}")
-    variants = {"nothing": ALL_TRICKS} | {n: ALL_TRICKS.without(n) for n in Tricks._fields}
-    for name, tricks in variants.items():
-        results = [timed(problem, tricks, nodes_max, seed) for problem in problems]
-        cells = " | ".join(result.cell for result in results)
-        fitted = sum(result.fitted for result in results)
+    for name, tricks in VARIANTS.items():
+        rows = [[timed(p, tricks, nodes_max, seed) for seed in seeds] for p in problems]
+        middle = [sorted(row, key=lambda r: r.rank)[len(row) // 2] for row in rows]
+        cells = " | ".join(result.cell for result in middle)
+        runs = [result for row in rows for result in row]
+        fitted = sum(result.fitted for result in runs)
+        seconds = sum(result.seconds for result in runs)
+        print(f"| {name} | {cells} | {fitted} of {len(runs)} | {seconds:.1f} |", flush=True)
+
+
+def crowded(seed: int, times: int, capacity: int, lanes: int) -> Problem:
+    """Buffers that fill the capacity at every moment, with no regard to where they could lie."""
+    choose = random.Random(seed)
+
+    def split(total: int, parts: int) -> list[int]:
+        cuts = sorted(choose.sample(range(1, total), min(parts, total) - 1))
+        return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
+
+    live = [(0, size) for size in split(capacity, lanes)]
+    done = []
+    for time_index in range(1, times):
+        choose.shuffle(live)
+        count = choose.randint(1, 3)
+        ending, live = live[:count], live[count:]
+        done += [(start, time_index, size) for start, size in ending]
+        total = sum(size for _, size in ending)
+        live += [(time_index, size) for size in split(total, choose.randint(1, 3))]
+    done += [(start, times, size) for start, size in live]
+    buffers = tuple(Buffer(str(i), *entry) for i, entry in enumerate(done))
+    return Problem(f"crowded-{seed}", buffers, capacity)
+
+
+def print_proofs(count: int, nodes_max: int) -> None:
+    """Choices to prove that instances do not fit, each trick off; restarts off throughout."""
+    candidates = (crowded(seed, 14, 60, 8) for seed in itertools.count())
+    problems = (p for p in candidates if timed(p, ALL_TRICKS, 10_000, 0).proven)
+    chosen = list(itertools.islice(problems, count))
+    print(f"\nchoices to prove that {count} crowded instances do not fit, no restarts\n")
+    print("| off | proven | choices | seconds |\n|---|---|---|---|")
+    for name, tricks in VARIANTS.items():
+        results = [timed(p, tricks.without("restarts"), nodes_max, 0) for p in chosen]
+        proven = sum(result.proven for result in results)
+        choices = sum(result.choices for result in results)
         seconds = sum(result.seconds for result in results)
-        print(f"| {name} | {cells} | {fitted} of {len(results)} | {seconds:.1f} |", flush=True)
+        print(f"| {name} | {proven} of {count} | {choices:,} | {seconds:.1f} |", flush=True)
 
 
 def main() -> int:
@@ -134,6 +191,8 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--nodes-max", type=int, default=NODES_MAX, help="with a trick off")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=3, help="runs per cell with a trick off")
+    parser.add_argument("--proofs", type=int, default=20, help="instances to prove unfit")
     parser.add_argument("--tricks", action="store_true", help="also with each trick off (minutes)")
     options = parser.parse_args()
     problems = problems_in(options.data, options.names)
@@ -144,7 +203,9 @@ def main() -> int:
     print_instances(problems, results)
     print_counters(results)
     if options.tricks:
-        print_tricks(problems, options.nodes_max, options.seed)
+        seeds = range(options.seed, options.seed + options.seeds)
+        print_tricks(problems, options.nodes_max, seeds)
+        print_proofs(options.proofs, options.nodes_max)
     return 0 if all(r.fitted and r.seconds < SECONDS_MAX for r in results) else 1
 
 

@@ -30,8 +30,9 @@ BUFFER = _record(
 in index, or -1. first, last: half-open range of sections it spans, holes included. home_from,
 home_to and near_from, near_to: its ranges in `home` (its sections) and `near` (its conflicts)."""
 
-Board = namedtuple("Board", "capacity grain buffer starts_at member_at member home near")
-"""The problem, constant. grain divides every offset of interest. Buffers are in order of `first`;
+Board = namedtuple("Board", "capacity grain solid buffer starts_at member_at member home near")
+"""The problem, constant. grain divides every offset of interest. solid: no buffer has holes among
+its sections. Buffers are in order of `first`;
 those that start with section s are starts_at[s]..starts_at[s + 1], those that are in it are
 member[member_at[s]:member_at[s + 1]]."""
 
@@ -42,11 +43,12 @@ goal: of a refused buffer, the least top it can rest on; -1 once settled."""
 
 SECTION = _record(
     *("remaining", "unplaced", "crossing", "floor", "moved", "stale"),
-    *("touched", "known", "options", "none", "reach_from", "reach_to"),
+    *("touched", "unchained", "known", "options", "none", "reach_from", "reach_to"),
 )
 """remaining, unplaced: bytes and count of unplaced buffers. crossing: unplaced buffers that span
 this section and the next. moved: its floor must be computed anew. stale: its checks must be made
-again, because a bound rose. touched: something moved since the last choice. known: options (-1
+again, because a bound rose. touched: something moved since the last choice. unchained: the
+same since the last look at chains. known: options (-1
 outside a niche) and none are still right; they depend on sections [reach_from, reach_to)."""
 
 TRAIL = _record("buffer", "low", "refused")
@@ -63,9 +65,10 @@ COUNTERS = (
     "hole_cuts",
     "twins_skipped",
     "capacity_cuts",
+    "chain_cuts",
 )
-SKIPPED, RAISED, SECTION_CUT, RELEASE_CUT, HOLE_CUT, TWINS, CAPACITY_CUT = range(7)
-TRAIL_COUNT, STACK_COUNT, OPTION_COUNT, FRAME_COUNT, SPILLED = range(7, 12)
+SKIPPED, RAISED, SECTION_CUT, RELEASE_CUT, HOLE_CUT, TWINS, CAPACITY_CUT, CHAINED = range(8)
+TRAIL_COUNT, STACK_COUNT, OPTION_COUNT, FRAME_COUNT, SPILLED = range(8, 13)
 
 
 def new_state(board: Board) -> State:
@@ -79,7 +82,7 @@ def new_state(board: Board) -> State:
         np.zeros(buffers, dtype=np.int64),
         np.zeros(frames, dtype=FRAME),
         np.zeros(16 * frames + 4 * buffers, dtype=np.int64),
-        np.zeros((2, max(buffers, sections)), dtype=np.int64),
+        np.zeros((2, max(buffers, sections + 1)), dtype=np.int64),
         np.zeros(SPILLED + 1, dtype=np.int64),
     )
 
@@ -101,6 +104,7 @@ def reset(board, state):
         section.moved = 1
         section.stale = 1
         section.touched = 1
+        section.unchained = 1
         section.known = 0
     state.registers[:] = 0
     for i in range(board.buffer.size):
@@ -123,6 +127,7 @@ def count_in(board, state, i, sign):
         section.unplaced += sign
         section.moved = 1
         section.touched = 1
+        section.unchained = 1
     for s in range(buffer.first, buffer.last - 1):
         state.section[s].crossing += sign
 
@@ -146,6 +151,7 @@ def change(board, state, i, low, refused):
             section.moved = 1
             section.stale = 1
             section.touched = 1
+            section.unchained = 1
     bound.low = low
     bound.refused = refused
 
@@ -180,6 +186,7 @@ def undo(board, state, frame):
                 section = state.section[board.home[q]]
                 section.moved = 1
                 section.touched = 1
+                section.unchained = 1
         bound.low = entry.low
         bound.refused = entry.refused
     while state.registers[STACK_COUNT] > frame.stack:

@@ -51,6 +51,8 @@ class Buffer:
                     f"[{self.lower}, {self.upper})"
                 )
             end = stop
+        if not self.lives:
+            raise PackingInputError(f"buffer {self.id!r}: its gaps leave it no time to live")
 
     @property
     def lives(self) -> tuple[tuple[int, int], ...]:

@@ -81,9 +81,10 @@ def board_of(part: Part, capacity_bytes: int):
             buffers["twin_before"][i] = latest[key]
             buffers["twin_after"][latest[key]] = i
         latest[key] = i
+    solid = all(len(row) == row[-1] + 1 - row[0] for row in rows)
     grain = math.gcd(*part.sizes.tolist(), *part.alignments.tolist())
     starts_at = np.searchsorted(first, np.arange(len(part.sections) + 1))
-    return Board(capacity_bytes, grain, buffers, starts_at, member_at, member, home, near)
+    return Board(capacity_bytes, grain, solid, buffers, starts_at, member_at, member, home, near)
 
 
 def _ragged(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -115,7 +115,10 @@ def reduce_problem(
     sections: Sequence[frozenset[int]],
     tricks: Tricks,
 ) -> Reduced:
-    """Settles what can be settled and splits the rest; buffers in no section get offset 0."""
+    """Settles what can be settled and splits the rest; buffers in no section get offset 0.
+
+    Up to buffers that are interchangeable the result does not depend on the order of the input.
+    """
     settled = dict.fromkeys(set(range(len(sizes))).difference(*sections), 0)
     parts: list[Part] = []
     merged = 0
@@ -130,7 +133,8 @@ def reduce_problem(
             rows = kept
         common = frozenset.intersection(*rows) if tricks.spanning else frozenset()
         unit = math.lcm(*(alignments[i] for i in frozenset().union(*rows)))
-        bottom = sorted(i for i in common if sizes[i] % unit == 0)
+        fixed = (i for i in common if sizes[i] % unit == 0)
+        bottom = sorted(fixed, key=lambda i: (-sizes[i], i))
         if bottom:
             for index in bottom:
                 settled[index] = base
@@ -143,4 +147,4 @@ def reduce_problem(
             open_parts += [(base, group) for group in groups]
         else:
             parts.append(_part(base, rows, sizes, alignments))
-    return Reduced(settled, tuple(sorted(parts, key=lambda p: p.indices)), merged)
+    return Reduced(settled, tuple(parts), merged)

@@ -35,10 +35,11 @@ from engine.packing.board import (
     reset,
     undo,
 )
-from engine.packing.propagate import propagate, raised, support
+from engine.packing.propagate import propagate
+from engine.packing.support import raised, support
 
 FOUND, EXHAUSTED, LIMIT = 1, 0, 2
-KERNEL_FILES = ("board.py", "propagate.py")
+KERNEL_FILES = ("board.py", "chains.py", "propagate.py", "support.py")
 
 
 @kernel

@@ -113,20 +113,23 @@ def _search(
 def _fit(run: _Run, capacity_bytes: int, nodes_max: int) -> Placement:
     if run.bound_bytes > capacity_bytes:
         raise DoesNotFitError(
-            f"buffers need {run.bound_bytes} bytes at one moment; the capacity is {capacity_bytes}"
+            f"buffers need {run.bound_bytes} bytes at one moment; the capacity is {capacity_bytes}",
+            run.counters,
         )
     placed, strategy = _greedy(run, capacity_bytes)
     verdict, found, searched = _search(run, placed, capacity_bytes, nodes_max)
     if verdict == "proven":
         raise DoesNotFitError(
             f"no placement within {capacity_bytes} bytes exists, although the buffers live at one "
-            f"moment sum to {run.bound_bytes} at most; {run.counters['nodes']} choices prove it"
+            f"moment sum to {run.bound_bytes} at most; {run.counters['nodes']} choices prove it",
+            run.counters,
         )
     if verdict == "open":
         peak = run.placement(run.joined(placed), strategy).peak_bytes
         raise GaveUpError(
             f"no placement within {capacity_bytes} bytes found in {run.counters['nodes']} choices; "
-            f"lower bound {run.bound_bytes}, greedy peak {peak}: ask for more choices or capacity"
+            f"lower bound {run.bound_bytes}, greedy peak {peak}: ask for more choices or capacity",
+            run.counters,
         )
     return run.placement(run.joined(found), strategy if searched == "greedy" else searched)
 

@@ -18,6 +18,7 @@ class Tricks(NamedTuple):
     section_bound    floor plus remaining sizes of a section must not exceed the capacity
     release_bound    the same for the buffers above each possible offset of a section
     holes            a hole that the buffer refused there would still fit in is a dead end
+    chains           what lies on the floor of a niche must reach from wall to wall
     twins            of interchangeable buffers only one is tried
     fewest_options   branch at the section with the fewest buffers to try, not at the leftmost
     learned_weights  prefer sections that failed often
@@ -32,6 +33,7 @@ class Tricks(NamedTuple):
     section_bound: bool = True
     release_bound: bool = True
     holes: bool = True
+    chains: bool = True
     twins: bool = True
     fewest_options: bool = True
     learned_weights: bool = True
